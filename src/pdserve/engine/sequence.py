@@ -1,0 +1,101 @@
+"""A sequence: the engine's state of one request's one choice. Pure data; the scheduler and the runner change it.
+
+Token counters follow the glossary: `num_tokens` = prompt + output; `num_computed_tokens` = leading tokens
+whose KV is in the block table; `num_cached_tokens` = the part of the prompt that a prefix cache supplied.
+A sequence decodes when exactly one token is not computed yet.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from pdserve.messages import AttemptKey, TokenLogprobs
+from pdserve.sampling_params import SamplingParams
+
+
+class SequenceState(enum.StrEnum):
+    """Where a sequence is. Names appear in rosters and in /debug/requests."""
+
+    WAITING = "waiting"
+    """In the scheduler's queue; owns no blocks (or lost them by preemption)."""
+    RECEIVING = "receiving"
+    """Decode side: all blocks reserved, KV is on its way; unknown to the scheduler."""
+    RUNNING = "running"
+    """Owns blocks; scheduled when the budget allows (prefill chunks and decode alike)."""
+    LEASED = "leased"
+    """Prefill side: computed; blocks are kept for a decode worker."""
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One sequence of one attempt. Compared by identity."""
+
+    key: AttemptKey
+    prompt_token_ids: list[int]
+    """As dispatched: the original prompt plus what earlier attempts emitted."""
+    num_original_prompt_tokens: int
+    sampling: SamplingParams
+    priority: int = 0
+    """Lower is sooner; ageing raises it (scheduler)."""
+    cache_salt: str = ""
+    arrival_s: float = 0.0
+    """Local monotonic clock."""
+    deadline_s: float = float("inf")
+    """Local monotonic clock."""
+    is_prefill_only: bool = False
+    """Prefill role: reserve the whole prompt at admission, stop after token 0."""
+
+    # --- set by the engine
+    state: SequenceState = SequenceState.WAITING
+    output_token_ids: list[int] = field(default_factory=list)
+    """Sampled (or received, for token 0 of a hand-off) in this attempt."""
+    output_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Parallel to `output_token_ids` when logprobs were asked for, else empty."""
+    block_table: list[int] = field(default_factory=list)
+    block_hashes: list[bytes] = field(default_factory=list)
+    """Chain hashes of the full blocks of the tokens, extended lazily (prefix cache)."""
+    num_computed_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_scheduled_tokens: int = 0
+    """In the current step."""
+    num_preemptions: int = 0
+    admitted_s: float | None = None
+    """When it last left the waiting queue."""
+    finish_reason: str | None = None
+    stop_token_id: int | None = None
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt as dispatched."""
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt plus output."""
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Tokens whose KV is missing; 1 while decoding."""
+        return self.num_tokens - self.num_computed_tokens
+
+    @property
+    def first_output_index(self) -> int:
+        """Output index (from the original prompt) of this attempt's first output token."""
+        return self.num_prompt_tokens - self.num_original_prompt_tokens
+
+    @property
+    def next_output_index(self) -> int:
+        """Output index, from the original prompt, of the next token to sample."""
+        return self.first_output_index + len(self.output_token_ids)
+
+    def tokens(self, start: int, end: int) -> list[int]:
+        """Token ids [start, end) of prompt + output."""
+        num_prompt = len(self.prompt_token_ids)
+        if end <= num_prompt:
+            return self.prompt_token_ids[start:end]
+        if start >= num_prompt:
+            return self.output_token_ids[start - num_prompt : end - num_prompt]
+        return self.prompt_token_ids[start:] + self.output_token_ids[: end - num_prompt]

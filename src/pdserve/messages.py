@@ -1,0 +1,361 @@
+"""Every message that crosses the bus. msgpack structs, readable as JSON, tolerant of unknown fields.
+
+A stream entry carries a *list* of messages (field `m`): all that one step has to say to one reader is
+one entry. The unit of the protocol is the sequence (request_id, choice); each dispatch of it is an
+attempt with an unguessable nonce. Any message may be lost, doubled or late: receivers match
+(request_id, choice, attempt, nonce) and drop what they do not know. No absolute time crosses hosts:
+deadlines travel as `remaining_s`.
+
+What flows where:
+
+    gateway → P   PrefillJob, Cancel, ResendTokens      P → gateway   Started, TokenBatch, Finished, Failed, Roster
+    gateway → D   DecodeJob, Cancel, ResendTokens       D → gateway   TokenBatch, Finished, Failed, Roster
+    D → P         KvWant, KvRelease, LeaseRenewal       P → D         KvReady, KvFailed
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+
+from pdserve.errors import BusError
+from pdserve.sampling_params import SamplingParams
+
+SCHEMA_VERSION = 1
+"""Raised when a message changes in a way that an older reader would misread."""
+
+
+class SequenceKey(NamedTuple):
+    """One sequence of one request: the unit of the protocol."""
+
+    request_id: str
+    choice: int
+
+    def __str__(self) -> str:
+        return f"{self.request_id}/{self.choice}"
+
+
+class AttemptKey(NamedTuple):
+    """One dispatch of a sequence. Two attempts never share a nonce."""
+
+    request_id: str
+    choice: int
+    attempt: int
+    nonce: str
+
+    @property
+    def sequence(self) -> SequenceKey:
+        """The sequence that this is an attempt of."""
+        return SequenceKey(self.request_id, self.choice)
+
+    def __str__(self) -> str:
+        return f"{self.request_id}/{self.choice}#{self.attempt}"
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag=True, omit_defaults=True):
+    """Base of all messages."""
+
+    version: int = SCHEMA_VERSION
+
+
+class AttemptMessage(Message, frozen=True, kw_only=True, tag=True):
+    """Base of all messages about one attempt."""
+
+    request_id: str
+    choice: int
+    attempt: int
+    nonce: str
+
+    @property
+    def key(self) -> AttemptKey:
+        """The attempt that this message is about."""
+        return AttemptKey(self.request_id, self.choice, self.attempt, self.nonce)
+
+    @property
+    def sequence(self) -> SequenceKey:
+        """The sequence that this message is about."""
+        return SequenceKey(self.request_id, self.choice)
+
+
+# --- gateway → workers
+
+
+class PrefillJob(AttemptMessage, frozen=True, kw_only=True, tag=True):
+    """Compute this prompt, publish token 0, keep the KV blocks under a lease for a decode worker."""
+
+    gateway_id: str
+    fingerprint: str
+    """Model fingerprint; a worker of another model refuses."""
+    prompt_token_ids: list[int]
+    """Original prompt plus the tokens that earlier attempts emitted."""
+    num_original_prompt_tokens: int
+    """How many of `prompt_token_ids` the client sent; output index, penalties and limits count from here."""
+    sampling: SamplingParams
+    remaining_s: float
+    priority: int = 0
+    """Lower is sooner."""
+    cache_salt: str = ""
+    """Prefix-cache isolation between tenants."""
+    will_decode: bool = True
+    """False when token 0 is also the last one (one output token left): blocks need no lease."""
+
+
+class DecodeJob(AttemptMessage, frozen=True, kw_only=True, tag=True):
+    """Fetch the KV blocks of this prompt from P and decode it; without P, prefill locally."""
+
+    gateway_id: str
+    fingerprint: str
+    prompt_token_ids: list[int]
+    num_original_prompt_tokens: int
+    sampling: SamplingParams
+    remaining_s: float
+    priority: int = 0
+    cache_salt: str = ""
+    prefill_worker_id: str | None = None
+    """None: there is no hand-off, the decode worker computes the prompt and samples index 0 itself."""
+    prefill_generation: str | None = None
+
+
+class Cancel(AttemptMessage, frozen=True, kw_only=True, tag=True):
+    """Stop this attempt in whatever state it is. Harmless when unknown, also before its job arrives."""
+
+    reason: str = "client"
+
+
+class ResendTokens(AttemptMessage, frozen=True, kw_only=True, tag=True):
+    """Send the tokens of this attempt again, from output index `from_index` on."""
+
+    gateway_id: str
+    from_index: int
+
+
+# --- hand-off: D ↔ P
+
+
+class KvWant(AttemptMessage, frozen=True, kw_only=True, tag=True):
+    """D has reserved its blocks and wants P's. Answered with KvReady for all finished chunks, then each new one."""
+
+    worker_id: str
+    generation: str
+    kv_signature: str
+    transport: str
+    """Descriptor of D's transport, as in its registration (base64)."""
+    backend: str
+    """The backend that D chose for the pair: nixl or tcp."""
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """Log-probability of a sampled token and of the best alternatives, most likely first."""
+
+    logprob: float
+    top_token_ids: list[int]
+    top_logprobs: list[float]
+
+
+class KvReady(AttemptMessage, frozen=True, kw_only=True, tag=True):
+    """These blocks are complete on P's device and leased. The last one carries token 0."""
+
+    worker_id: str
+    generation: str
+    first_block_index: int
+    """Index into the sequence's block table of the first block below."""
+    block_ids: list[int]
+    """P's block ids, never addresses."""
+    digests: list[bytes]
+    """16 bytes per block; empty with INTEGRITY=off."""
+    chain_hash: bytes = b""
+    """Prefix-cache chain hash of the last *full* block up to here (empty before the first full block)."""
+    is_last: bool = False
+    token0: int | None = None
+    token0_logprobs: TokenLogprobs | None = None
+
+
+class KvFailed(AttemptMessage, frozen=True, kw_only=True, tag=True):
+    """P cannot serve this hand-off."""
+
+    worker_id: str
+    generation: str
+    reason: str
+    """unknown | stale | nonce | generation | geometry | schema | cancelled | prefill_failed | expired."""
+    detail: str = ""
+
+
+class KvRelease(AttemptMessage, frozen=True, kw_only=True, tag=True):
+    """D needs P's blocks no more (READ verified, or given up with no READ in flight)."""
+
+    worker_id: str
+    generation: str
+
+
+class LeaseItem(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """What D has of one hand-off."""
+
+    request_id: str
+    choice: int
+    attempt: int
+    nonce: str
+    num_announced_blocks: int
+    """Leading blocks of the sequence of which D knows P's id."""
+    has_token0: bool
+
+    @property
+    def key(self) -> AttemptKey:
+        """The attempt of this hand-off."""
+        return AttemptKey(self.request_id, self.choice, self.attempt, self.nonce)
+
+
+class LeaseRenewal(Message, frozen=True, kw_only=True, tag=True):
+    """D to one P, each heartbeat: every hand-off held there. P renews, re-announces what is missing, or says unknown."""
+
+    worker_id: str
+    generation: str
+    items: list[LeaseItem]
+
+
+# --- workers → gateway
+
+
+class Timing(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Durations measured by one worker on its own clock, in seconds."""
+
+    schedule_s: float = 0.0
+    """Waiting in the worker before the first chunk started."""
+    prefill_s: float = 0.0
+    """From the first chunk's start to token 0."""
+    transfer_s: float = 0.0
+    """From the first READ posted to the last READ verified."""
+    transfer_bytes: int = 0
+
+
+class Started(AttemptMessage, frozen=True, kw_only=True, tag=True):
+    """P has begun with this prompt: all its blocks are reserved. The gateway now picks a decode worker."""
+
+    worker_id: str
+    generation: str
+    num_cached_tokens: int
+    schedule_s: float
+
+
+class SequenceTokens(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Tokens of one attempt, consecutive from `index`. Idempotent by (request_id, choice, attempt, index)."""
+
+    request_id: str
+    choice: int
+    attempt: int
+    nonce: str
+    index: int
+    """Output index of the first token, counted from the original prompt: 0 is the first token the client ever sees."""
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    """One per token, when asked for."""
+    timing: Timing | None = None
+    """With the first tokens that a worker sends: what P measured (token 0), what D measured (its first own token)."""
+
+    @property
+    def key(self) -> AttemptKey:
+        """The attempt of these tokens."""
+        return AttemptKey(self.request_id, self.choice, self.attempt, self.nonce)
+
+
+class TokenBatch(Message, frozen=True, kw_only=True, tag=True):
+    """All that one step (or one finished prefill) produced for one gateway."""
+
+    worker_id: str
+    generation: str
+    items: list[SequenceTokens]
+
+
+class Finished(AttemptMessage, frozen=True, kw_only=True, tag=True):
+    """The sequence is complete. Travels in the same stream entry as its last tokens."""
+
+    worker_id: str
+    generation: str
+    finish_reason: str
+    """stop | length."""
+    num_output_tokens: int
+    """Counted from the original prompt; a receiver that has fewer asks for the rest (ResendTokens)."""
+    stop_token_id: int | None = None
+    """The end-of-sequence or stop token that ended it: always the last output token."""
+
+
+class Failed(AttemptMessage, frozen=True, kw_only=True, tag=True):
+    """The attempt ended on this worker without finishing."""
+
+    worker_id: str
+    generation: str
+    reason: str
+    """no_capacity | draining | handoff_timeout | handoff_failed | integrity | prefill_failed | no_token0 |
+    prefill_timeout | deadline | too_long | fingerprint | step_failed | restarting | cancelled."""
+    retryable: bool
+    detail: str = ""
+    was_in_step: bool = False
+    """True when the failure happened while this sequence was part of the running step."""
+
+
+class RosterItem(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """One attempt that a worker holds."""
+
+    request_id: str
+    choice: int
+    attempt: int
+    nonce: str
+    state: str
+    """waiting | running | leased | receiving | preempted | finished."""
+    next_index: int
+    """Output index of the next token; everything below can be asked for again."""
+
+    @property
+    def key(self) -> AttemptKey:
+        """The attempt of this item."""
+        return AttemptKey(self.request_id, self.choice, self.attempt, self.nonce)
+
+
+class Roster(Message, frozen=True, kw_only=True, tag=True):
+    """With each heartbeat: all attempts of one gateway that a worker holds, finished ones for three heartbeats."""
+
+    worker_id: str
+    generation: str
+    items: list[RosterItem]
+
+
+AnyMessage = (
+    PrefillJob
+    | DecodeJob
+    | Cancel
+    | ResendTokens
+    | KvWant
+    | KvReady
+    | KvFailed
+    | KvRelease
+    | LeaseRenewal
+    | Started
+    | TokenBatch
+    | Finished
+    | Failed
+    | Roster
+)
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(list[AnyMessage])
+
+
+def encode(messages: list[Message]) -> bytes:
+    """One stream entry's payload."""
+    return _encoder.encode(messages)
+
+
+def decode(payload: bytes) -> list[AnyMessage]:
+    """Messages of one stream entry.
+
+    Raises:
+        BusError: not msgpack, an unknown type, a missing field, or a schema version from the future.
+    """
+    try:
+        messages = _decoder.decode(payload)
+    except msgspec.MsgspecError as error:
+        raise BusError(f"unreadable bus entry of {len(payload)} bytes: {error}") from error
+    for message in messages:
+        if message.version > SCHEMA_VERSION:
+            raise BusError(f"{type(message).__name__} has schema version {message.version}, known is {SCHEMA_VERSION}")
+    return messages

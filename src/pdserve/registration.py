@@ -1,0 +1,80 @@
+"""What workers and gateways tell about themselves: the values behind `worker:<id>` and `gateway:<id>`.
+
+A registration is a liveness key: it expires after three heartbeats. It is rewritten with every heartbeat,
+so the load in it is at most one heartbeat old. `bus/registry.py` reads and writes it.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+
+class Role(enum.StrEnum):
+    """The policy that a worker's engine follows."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class WorkerState(enum.StrEnum):
+    """STARTING workers take nothing yet, DRAINING ones nothing new."""
+
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"
+
+
+class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker's load at its last heartbeat."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    waiting_tokens: int = 0
+    """Uncomputed prompt tokens queued or being computed."""
+    num_available_blocks: int = 0
+    """Free or evictable KV blocks, less what admitted hand-offs have reserved."""
+    tokens_per_s: float = 0.0
+    """Prefill rate, smoothed; 0 = not measured yet."""
+    step_s: float = 0.0
+    """Duration of a decode step, smoothed."""
+
+
+class WorkerRegistration(msgspec.Struct, frozen=True, kw_only=True):
+    """One worker process."""
+
+    worker_id: str
+    role: Role
+    generation: str
+    """New whenever a process starts or thaws; part of the peer identity and of the inbox key."""
+    state: WorkerState
+    pid: int
+    url: str
+    """Base URL of /health, /ready, /metrics, /debug."""
+    model: str
+    """Served name."""
+    fingerprint: str
+    kv_signature: str
+    block_size: int
+    num_blocks: int
+    max_model_len: int
+    descriptors: list[bytes] = []
+    """msgpack of `transfer.base.Descriptor`, one per usable backend, preferred first."""
+    node: str = ""
+    zone: str = ""
+    window: int = 0
+    """P: prompt tokens, D: KV blocks that *each* gateway may have outstanding here."""
+    heartbeat_s: float = 1.0
+    load: WorkerLoad = WorkerLoad()
+
+
+class GatewayRegistration(msgspec.Struct, frozen=True, kw_only=True):
+    """One gateway process. Workers cancel the sequences of a gateway that is gone."""
+
+    gateway_id: str
+    generation: str
+    pid: int
+    url: str
+    metrics_url: str
+    state: WorkerState = WorkerState.READY

@@ -1,0 +1,140 @@
+"""The transport interface: how a decode worker READs KV blocks out of a prefill worker's memory.
+
+The interface speaks of block ids, never of addresses. Only readers write, and only into their own blocks.
+All methods but `poll` may block for as long as a copy takes: they belong in the transfer thread
+(`transfer/puller.py`), never on an event loop or in the engine's step.
+
+Reasons of failures are a closed set: lookup | connect | post | copy | verify | notify | timeout | aborted |
+generation | geometry | disconnected.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import msgspec
+import torch
+
+
+class PeerId(NamedTuple):
+    """A worker process: its id alone is not enough, a restarted worker is another peer."""
+
+    worker_id: str
+    generation: str
+
+    def __str__(self) -> str:
+        return f"{self.worker_id}:{self.generation}"
+
+
+class Descriptor(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything a peer must know to READ this worker's blocks with one backend. Travels in the registration."""
+
+    backend: str
+    """nixl | tcp."""
+    worker_id: str
+    generation: str
+    num_blocks: int
+    block_bytes: int
+    kv_signature: str
+    payload: bytes
+    """Backend's own: NIXL agent metadata and base address; TCP host, port."""
+    checksum: bytes = b""
+    """BLAKE2b-128 over all fields above: checked before anything is handed to native code."""
+
+    @property
+    def peer(self) -> PeerId:
+        """Whose blocks these are."""
+        return PeerId(self.worker_id, self.generation)
+
+
+class PullState(enum.Enum):
+    """How a READ ends; PENDING has not ended."""
+
+    PENDING = "pending"
+    DONE = "done"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class PullResult:
+    """Outcome of one `pull`, reported once by `poll`."""
+
+    handle: int
+    state: PullState
+    reason: str = ""
+    """Of a failure."""
+    is_terminal: bool = True
+    """Whether the backend can prove that no byte of the local blocks will change any more."""
+    num_bytes: int = 0
+    duration_s: float = 0.0
+
+
+class Transport(Protocol):
+    """One backend on one worker.
+
+    Guarantees for every implementation (one contract suite tests them):
+
+    - A DONE pull has copied exactly the remote blocks' bytes; no other local byte changed.
+    - A failed or aborted pull is *terminal* only when nothing can write its local blocks any more; otherwise
+      its blocks are quarantined until `poll` reports it terminal or the transport was closed.
+    - After `close` returns no byte of the block pool changes by a peer's or an old READ's doing.
+    - A peer that dies, freezes or was replaced never blocks other peers, and never kills this process
+      (but for the hazard of NIXL over plain TCP, see docs).
+    """
+
+    name: str
+
+    def register(self, kv_cache: torch.Tensor, worker_id: str, generation: str, kv_signature: str) -> Descriptor:
+        """Make a block pool `[num_blocks, …]` (contiguous) readable by peers; called once."""
+        ...
+
+    def expect(self, nonce: str, block_ids: list[int]) -> None:
+        """Passive side: a hand-off with this nonce may read these blocks (adds to those already allowed)."""
+        ...
+
+    def forget(self, nonce: str) -> None:
+        """Passive side: the hand-off is over, its nonce reads nothing any more."""
+        ...
+
+    def connect(self, descriptor: Descriptor) -> None:
+        """Active side: get ready to READ from a peer, wire-up READ included; again for a known peer: nothing.
+
+        An older generation of the same worker id is disconnected first.
+
+        Raises:
+            IncompatibleError: KV signature or block size differ.
+            TransferError: descriptor damaged, peer unreachable.
+        """
+        ...
+
+    def pull(self, peer: PeerId, nonce: str, remote_ids: list[int], local_ids: list[int], deadline_s: float) -> int:
+        """Start READing remote blocks into local ones; returns a handle for `poll`.
+
+        `deadline_s` is on the local monotonic clock; after it `poll` reports a failure with reason timeout.
+
+        Raises:
+            TransferError: the peer is not connected, or the READ could not be posted.
+        """
+        ...
+
+    def poll(self) -> list[PullResult]:
+        """Pulls that ended since the last call, and quarantined ones that became terminal."""
+        ...
+
+    def abort(self, handle: int) -> bool:
+        """Give a READ up. True: it is terminal now; False: its blocks stay quarantined until `poll` says so."""
+        ...
+
+    def disconnect(self, peer: PeerId) -> None:
+        """Drop a peer; its active READs fail with reason disconnected."""
+        ...
+
+    def serve(self) -> None:
+        """Passive side: make progress for peers' READs; called about every millisecond while leases exist."""
+        ...
+
+    def close(self) -> None:
+        """Tear everything down: a fence for all READs of this worker."""
+        ...
