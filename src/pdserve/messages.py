@@ -206,7 +206,7 @@ class LeaseItem(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class LeaseRenewal(Message, frozen=True, kw_only=True, tag=True):
-    """D to one P, each heartbeat: every hand-off held there. P renews, re-announces what is missing, or says unknown."""
+    """D to one P, each heartbeat: every hand-off held. P renews, re-announces what is missing, or says unknown."""
 
     worker_id: str
     generation: str
