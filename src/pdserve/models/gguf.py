@@ -1,0 +1,66 @@
+"""Turns one GGUF file into a Hugging Face folder with fp32 safetensors. Never run inside a serving process.
+
+Started by `resolve` as `python -m pdserve.models.gguf FILE DIRECTORY`, which prints one line per stage. Quantized
+weights are widened once, here, so that every executor starts from the same numbers.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.utils import logging as transformers_logging
+
+_FOREIGN_FIELDS = ("quantization_config", "_name_or_path", "_model_name_or_path")
+
+
+def convert(source: Path, destination: Path, progress: Callable[[str], None]) -> Path:
+    """Write `destination`, loadable by `AutoModelForCausalLM` and `AutoTokenizer`; returns it."""
+    folder, file = str(source.parent), source.name
+    progress("reading the tokenizer")
+    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file)
+    progress("widening the weights to fp32")
+    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.float32)
+    progress("writing safetensors")
+    _as_unquantized(model, tokenizer).save_pretrained(destination)
+    tokenizer.save_pretrained(destination)
+    _name_a_known_tokenizer_class(destination)
+    return destination
+
+
+def _as_unquantized(model: Any, tokenizer: Any) -> Any:
+    """The same weights under a config that does not speak of GGUF: `save_pretrained` refuses the original."""
+    fields = {name: value for name, value in model.config.to_dict().items() if name not in _FOREIGN_FIELDS}
+    tokens = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    config = type(model.config)(**{**fields, **tokens})
+    with torch.device("meta"):
+        plain = type(model)(config)
+    plain.load_state_dict(model.state_dict(), assign=True)
+    plain.tie_weights()
+    plain.generation_config = GenerationConfig(**tokens)
+    return plain
+
+
+def _name_a_known_tokenizer_class(folder: Path) -> None:
+    """transformers 5 writes a class name that no other program knows; tokenizer.json says it all anyway."""
+    file = folder / "tokenizer_config.json"
+    config = json.loads(file.read_text(encoding="utf-8"))
+    config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    file.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """FILE DIRECTORY."""
+    source, destination = argv or sys.argv[1:]
+    transformers_logging.set_verbosity_error()
+    convert(Path(source), Path(destination), lambda line: print(line, flush=True))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

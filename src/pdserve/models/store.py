@@ -1,0 +1,79 @@
+"""The folder of models that pdserve made itself: each is built once, whole or not at all, by one process.
+
+Two processes that want the same model meet at a file lock; the second finds the first one's result. A build
+goes to a neighbour folder that is renamed at its end, so that a crash leaves no half model behind.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from pdserve.errors import ModelError
+
+
+def build_once(folder: Path, module: str, arguments: list[str], progress: Callable[[str], None]) -> Path:
+    """Return `folder`, first made by `python -m module *arguments FOLDER` when it is not there yet.
+
+    Args:
+        folder: final place; its parents are made.
+        module: builder; runs in a process of its own, so that torch never enters the caller.
+        arguments: put before the folder's path.
+        progress: called with each line the builder prints.
+
+    Raises:
+        ModelError: the builder failed; the message ends with its last lines.
+    """
+    if folder.is_dir():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(folder.with_name(f".{folder.name}.lock"), progress):
+        if folder.is_dir():
+            return folder
+        building = folder.with_name(f".{folder.name}.building")
+        shutil.rmtree(building, ignore_errors=True)  # of a build that crashed
+        _run([sys.executable, "-m", module, *arguments, str(building)], progress)
+        building.rename(folder)
+    return folder
+
+
+@contextmanager
+def _locked(file: Path, progress: Callable[[str], None]) -> Iterator[None]:
+    """The kernel drops the lock with its process, however that ends."""
+    with file.open("w") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            progress("another process is making this model; waiting for it")
+            fcntl.flock(stream, fcntl.LOCK_EX)
+        yield
+
+
+def _run(command: list[str], progress: Callable[[str], None]) -> None:
+    last_lines: deque[str] = deque(maxlen=5)
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        env={**os.environ, "PYTHONWARNINGS": "ignore", "TQDM_DISABLE": "1"},
+    ) as process:
+        try:
+            for line in process.stdout or ():
+                last_lines.append(line.strip())
+                if not line.startswith((" ", "Traceback")):  # a failure's stack goes into the error alone
+                    progress(line.strip())
+        except BaseException:
+            process.kill()
+            raise
+    if process.returncode:
+        raise ModelError(f"making the model failed ({' '.join(command[1:4])}): " + " | ".join(last_lines))
