@@ -1,16 +1,17 @@
 """The transport interface: how a decode worker READs KV blocks out of a prefill worker's memory.
 
 The interface speaks of block ids, never of addresses. Only readers write, and only into their own blocks.
-All methods but `poll` may block for as long as a copy takes: they belong in the transfer thread
-(`transfer/puller.py`), never on an event loop or in the engine's step.
+All methods but `expect` and `forget` (any thread, never block) may block for as long as a copy takes: they belong
+in the transfer thread (`transfer/puller.py`), never on an event loop or in the engine's step.
 
 Reasons of failures are a closed set: lookup | connect | post | copy | verify | notify | timeout | aborted |
-generation | geometry | disconnected.
+generation | geometry | disconnected | nonce.
 """
 
 from __future__ import annotations
 
 import enum
+import time
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -98,15 +99,28 @@ class Transport(Protocol):
         """Passive side: the hand-off is over, its nonce reads nothing any more."""
         ...
 
-    def connect(self, descriptor: Descriptor) -> None:
-        """Active side: get ready to READ from a peer, wire-up READ included; again for a known peer: nothing.
+    def start_connect(self, descriptor: Descriptor) -> None:
+        """Active side: begin to get ready to READ from a peer; again for a known peer: nothing.
 
-        An older generation of the same worker id is disconnected first.
+        Never waits for the peer: `is_connected` tells when it answered. Another generation of the same worker
+        id, and another agent of the same generation, are disconnected first. After a failure it tries anew.
 
         Raises:
             IncompatibleError: KV signature or block size differ.
-            TransferError: descriptor damaged, peer unreachable.
+            TransferError: descriptor damaged.
         """
+        ...
+
+    def is_connected(self, peer: PeerId) -> bool:
+        """Whether a wire-up READ has come back from a peer; False while it is still awaited.
+
+        Raises:
+            TransferError: unknown peer, unreachable, or no answer in time (reason connect or generation).
+        """
+        ...
+
+    def connect(self, descriptor: Descriptor) -> None:
+        """`start_connect`, then wait for `is_connected`; raises what they raise. See `wait_connected`."""
         ...
 
     def pull(self, peer: PeerId, nonce: str, remote_ids: list[int], local_ids: list[int], deadline_s: float) -> int:
@@ -131,6 +145,14 @@ class Transport(Protocol):
         """Drop a peer; its active READs fail with reason disconnected."""
         ...
 
+    def recreate(self) -> Descriptor:
+        """Tear the active side down and build it anew: a fence for all READs, every one of them is terminal now.
+
+        All peers must be connected again. The returned descriptor may differ from the one before; the worker
+        then announces it, and peers that hold the old one fail to connect until they see it.
+        """
+        ...
+
     def serve(self) -> None:
         """Passive side: make progress for peers' READs; called about every millisecond while leases exist."""
         ...
@@ -138,3 +160,13 @@ class Transport(Protocol):
     def close(self) -> None:
         """Tear everything down: a fence for all READs of this worker."""
         ...
+
+
+CONNECT_POLL_S = 0.0005
+
+
+def wait_connected(transport: Transport, descriptor: Descriptor) -> None:
+    """Connect and wait; `is_connected` bounds the wait. Raises what `start_connect` and `is_connected` raise."""
+    transport.start_connect(descriptor)
+    while not transport.is_connected(descriptor.peer):
+        time.sleep(CONNECT_POLL_S)

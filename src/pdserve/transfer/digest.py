@@ -1,0 +1,116 @@
+"""The digest of a KV block: 128 bits, the same on CPU and on GPU, as fast as memory allows.
+
+A block is a row of 64-bit words x[i] (its last word filled up with zeros). With fixed pseudo-random odd weights
+w and v, and everything modulo 2**64:
+
+    y[i] = x[i] ^ (x[i] >> 32)        arithmetic shift
+    digest = sum(w[i] * x[i]), sum(v[i] * y[i])        little-endian, 8 bytes each
+
+A change of one word always shows: an odd weight times a difference other than zero is not zero. For any other
+change at least one of the sums sees a difference in the low half of some word, and misses it with a chance of
+2**-33 at most (typical changes: 2**-128). That is what the shift is for: without it two flipped sign bits would
+cancel each other out. It finds stale, foreign and damaged blocks; it is no defence against forgery.
+
+On a CPU this runs in numpy, which uses the calling thread alone and releases the GIL.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from pdserve.transfer.memory import bytes_view
+
+DIGEST_BYTES = 16
+_CHUNK_WORDS = 32768  # its scratch (256 KiB) stays in a core's cache
+_DEVICE_CHUNK_BYTES = 64 << 20
+
+Words = np.ndarray[Any, np.dtype[np.int64]]
+
+
+def block_digests(kv_cache: torch.Tensor, block_ids: list[int]) -> list[bytes]:
+    """16 bytes per block.
+
+    Args:
+        kv_cache: `[num_blocks, …]`, contiguous, any dtype; a block has a multiple of 4 bytes.
+        block_ids: which blocks, in the order of the result.
+    """
+    if not block_ids:
+        return []
+    blocks = bytes_view(kv_cache)
+    assert blocks.shape[1] % 4 == 0, f"a block has {blocks.shape[1]} bytes, not a multiple of 4"
+    sums = _sums_on_cpu(blocks, block_ids) if blocks.device.type == "cpu" else sums_on_device(blocks, block_ids)
+    return [row.tobytes() for row in sums.astype("<i8", copy=False)]
+
+
+def _sums_on_cpu(blocks: torch.Tensor, block_ids: list[int]) -> Words:
+    """`[len(block_ids), 2]`: both sums of each block."""
+    num_words = -(-blocks.shape[1] // 8)
+    rows_at_once = max(1, _CHUNK_WORDS // num_words)
+    sums = np.empty((len(block_ids), 2), dtype=np.int64)
+    for first in range(0, len(block_ids), rows_at_once):
+        ids = block_ids[first : first + rows_at_once]
+        _add_up(_gather(blocks, ids), sums[first : first + len(ids)])
+    return sums
+
+
+def _gather(blocks: torch.Tensor, block_ids: list[int]) -> Words:
+    """`[len(block_ids), num_words]`: a view for one block of whole words, else a copy filled up with zeros."""
+    array = blocks.numpy()
+    if array.shape[1] % 8:
+        padded = np.zeros((len(block_ids), -(-array.shape[1] // 8) * 8), dtype=np.uint8)
+        padded[:, : array.shape[1]] = array[block_ids]
+        return padded.view(np.int64)
+    words: Words = array.view(np.int64)
+    return words[block_ids[0]][None] if len(block_ids) == 1 else words[block_ids]
+
+
+def _add_up(words: Words, sums: Words) -> None:
+    """Both sums of each row of words, chunk by chunk."""
+    weights_x, weights_y = _weights(words.shape[1])
+    sums[:] = 0
+    for start in range(0, words.shape[1], _CHUNK_WORDS):
+        x = words[:, start : start + _CHUNK_WORDS]
+        y = np.right_shift(x, 32)
+        np.bitwise_xor(y, x, out=y)
+        stop = start + x.shape[1]
+        sums[:, 0] += np.einsum("bn,n->b", x, weights_x[start:stop])
+        sums[:, 1] += np.einsum("bn,n->b", y, weights_y[start:stop])
+
+
+def sums_on_device(blocks: torch.Tensor, block_ids: list[int]) -> Words:
+    """The same sums with torch operations on any device (integer multiplication wraps there too).
+
+    Args:
+        blocks: uint8 `[num_blocks, block_bytes]`.
+    """
+    num_words = -(-blocks.shape[1] // 8)
+    weights = torch.from_numpy(np.stack(_weights(num_words))).to(blocks.device)
+    ids = torch.tensor(block_ids, device=blocks.device)
+    parts = []
+    rows_at_once = max(1, _DEVICE_CHUNK_BYTES // (num_words * 8))
+    for first in range(0, len(block_ids), rows_at_once):
+        chosen = blocks[ids[first : first + rows_at_once]]
+        x = torch.nn.functional.pad(chosen, (0, num_words * 8 - chosen.shape[1])).view(torch.int64)
+        y = x ^ (x >> 32)
+        parts.append(torch.stack([(x * weights[0]).sum(1), (y * weights[1]).sum(1)], dim=1))
+    sums: Words = torch.cat(parts).cpu().numpy()
+    return sums
+
+
+@lru_cache(maxsize=8)
+def _weights(num_words: int) -> tuple[Words, Words]:
+    """Two rows of odd int64 weights, from SplitMix64 (Steele, Lea, Flood 2014) over the word's position."""
+    position = np.arange(num_words, dtype=np.uint64)
+    return _split_mix(position, seed=0x70647365727665), _split_mix(position, seed=0x6B76626C6F636B)
+
+
+def _split_mix(position: np.ndarray[Any, np.dtype[np.uint64]], seed: int) -> Words:
+    z = (position + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    z = (z ^ (z >> np.uint64(31))) | np.uint64(1)
+    return z.view(np.int64)

@@ -1,0 +1,95 @@
+import random
+
+import pytest
+import torch
+
+from pdserve.transfer.digest import DIGEST_BYTES, block_digests, sums_on_device
+from pdserve.transfer.memory import bytes_view
+
+MASK = (1 << 64) - 1
+
+
+def split_mix(index: int, seed: int) -> int:
+    z = ((index + 1) * 0x9E3779B97F4A7C15 + seed) & MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK
+    return (z ^ (z >> 31)) | 1
+
+
+def digest_by_definition(block: bytes) -> bytes:
+    """The definition in plain integers."""
+    block += bytes(-len(block) % 8)
+    sum_x = sum_y = 0
+    for index in range(len(block) // 8):
+        x = int.from_bytes(block[index * 8 : index * 8 + 8], "little", signed=True)
+        sum_x += split_mix(index, 0x70647365727665) * x
+        sum_y += split_mix(index, 0x6B76626C6F636B) * (x ^ (x >> 32))
+    return (sum_x & MASK).to_bytes(8, "little") + (sum_y & MASK).to_bytes(8, "little")
+
+
+def random_blocks(num_blocks: int, block_bytes: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (num_blocks, block_bytes), dtype=torch.uint8, generator=generator)
+
+
+@pytest.mark.parametrize("block_bytes", [4, 8, 12, 1020, 4096, 8 * 32768, 8 * 32768 + 4, 8 * 40000])
+def test_digest_equals_its_definition_in_plain_integers(block_bytes):
+    blocks = random_blocks(3, block_bytes)
+    assert block_digests(blocks, [2, 0]) == [digest_by_definition(bytes(blocks[i].tolist())) for i in (2, 0)]
+
+
+@pytest.mark.parametrize("block_bytes", [4, 12, 4096, 8 * 40000 + 4])
+def test_device_path_gives_the_same_digests(block_bytes):
+    blocks = random_blocks(70, block_bytes) if block_bytes < 5000 else random_blocks(3, block_bytes)
+    ids = list(range(len(blocks)))[::-1]
+    assert [row.tobytes() for row in sums_on_device(blocks, ids)] == block_digests(blocks, ids)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int8])
+def test_digest_sees_bytes_whatever_the_dtype(dtype):
+    raw = random_blocks(4, 2 * 3 * 2 * 16 * 8)
+    typed = raw.view(dtype).reshape(4, 3, 2, 4, -1)
+    assert block_digests(typed, [3, 1]) == block_digests(raw, [3, 1])
+    assert bytes_view(typed).data_ptr() == typed.data_ptr()
+
+
+def test_any_single_bit_change_shows():
+    blocks = random_blocks(1, 1028)
+    (before,) = block_digests(blocks, [0])
+    for position in range(blocks.shape[1]):
+        for bit in range(8):
+            blocks[0, position] ^= 1 << bit
+            assert block_digests(blocks, [0]) != [before], (position, bit)
+            blocks[0, position] ^= 1 << bit
+    assert block_digests(blocks, [0]) == [before]
+
+
+def test_flipped_sign_bits_do_not_cancel_each_other_out():
+    blocks = random_blocks(1, 4096)
+    (before,) = block_digests(blocks, [0])
+    chooser = random.Random(1)
+    for num_flips in (2, 2, 2, 4, 4, 8, 64):
+        changed = blocks.clone()
+        for word in chooser.sample(range(512), num_flips):
+            changed[0, word * 8 + 7] ^= 0x80
+        assert block_digests(changed, [0]) != [before]
+    negated = (-blocks.view(torch.float32)).view(torch.uint8)
+    assert block_digests(negated, [0]) != [before]
+
+
+def test_swapped_words_show():
+    blocks = random_blocks(1, 4096)
+    words = blocks.view(torch.int64).clone()
+    words[0, [3, 300]] = words[0, [300, 3]]
+    assert block_digests(words, [0]) != block_digests(blocks, [0])
+
+
+def test_different_blocks_have_different_digests():
+    blocks = random_blocks(2000, 64)
+    digests = block_digests(blocks, list(range(2000)))
+    assert len(set(digests)) == 2000
+    assert {len(digest) for digest in digests} == {DIGEST_BYTES}
+
+
+def test_no_blocks_no_digests():
+    assert block_digests(random_blocks(1, 8), []) == []
