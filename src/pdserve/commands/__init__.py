@@ -1,0 +1,1 @@
+"""One module per `pdserve` subcommand, each with `main(argv) -> exit status`. Thin: parse, call, print."""
