@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
@@ -57,6 +57,18 @@ class PackedBatch:
     max_context_len: int
     tiles: dict[int | None, list[Tile]] = field(default_factory=dict, compare=False, repr=False)
     """Filled by `paged_attention`, per sliding window; a GPU kernel has no use for it."""
+
+    def to(self, device: torch.device) -> PackedBatch:
+        """The same batch on another device, not planned yet."""
+        return replace(
+            self,
+            query_starts=self.query_starts.to(device),
+            context_lens=self.context_lens.to(device),
+            block_tables=self.block_tables.to(device),
+            slot_mapping=self.slot_mapping.to(device),
+            positions=self.positions.to(device),
+            tiles={},
+        )
 
 
 def pack(query_lens: list[int], starts: list[int], block_tables: list[list[int]], block_size: int) -> PackedBatch:
