@@ -157,12 +157,13 @@ class Generation:
     # --- the dispatcher's side
 
     def push(self, event: Event) -> None:
-        """Hand one event to the reader; events of choices that are over are dropped."""
+        """Hand one event to the reader, its lists included; events of choices that are over are dropped."""
         if isinstance(event, FailedEvent):
             if self._open_choices:
                 self.error = event.error
                 self._events.append(event)
                 self._open_choices.clear()
+                self.waterfall.note_end(self._clock())
         elif event.choice in self._open_choices:
             self._append(event)
         self._wake.set()
@@ -178,7 +179,7 @@ class Generation:
             if last.logprobs is not None:
                 last.logprobs.extend(event.logprobs or [])
         else:
-            self._events.append(TokensEvent(event.choice, event.index, list(event.token_ids), event.logprobs))
+            self._events.append(event)
 
     def _close(self, choice: int) -> None:
         self._open_choices.discard(choice)

@@ -63,7 +63,7 @@ class Waterfall:
     def note_prefill(self, choice: int, schedule_s: float, prefill_s: float) -> None:
         """What arrived with token 0 tells how long it took."""
         dispatch = self._dispatches.get(choice)
-        if dispatch is not None and choice == (choice if self.choice is None else self.choice):
+        if dispatch is not None and self.choice in (None, choice):
             dispatch.schedule_s, dispatch.prefill_s = schedule_s or dispatch.schedule_s, prefill_s
 
     def note_transfer(self, choice: int, transfer_s: float, transfer_bytes: int) -> None:
