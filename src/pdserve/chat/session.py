@@ -1,0 +1,121 @@
+"""One conversation: keeps the history, streams an answer, hands its pieces over. Never touches the terminal."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from pdserve.bench.sse import SseParser
+from pdserve.errors import PdserveError
+
+
+class ChatError(PdserveError):
+    """The service did not give a complete answer; the message says why and what to do."""
+
+
+@dataclass
+class Conversation:
+    """A chat with one model. `usage` is the last answer's, once it is complete."""
+
+    client: httpx.Client
+    model: str
+    options: dict[str, Any] = field(default_factory=dict)
+    """More fields of every request, such as max_tokens."""
+    system: str | None = None
+    messages: list[dict[str, str]] = field(default_factory=list)
+    usage: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything said so far."""
+        self.messages = [{"role": "system", "content": self.system}] if self.system else []
+
+    def ask(self, text: str) -> Generator[str, None, None]:
+        """Yield the answer's text as it arrives. A closed or broken answer stays in the history as far as it came.
+
+        Raises:
+            ChatError: nothing answers, an HTTP error, or an error in mid-stream.
+        """
+        self.usage = {}
+        self.messages.append({"role": "user", "content": text})
+        said: list[str] = []
+        try:
+            for piece in self._pieces():
+                said.append(piece)
+                yield piece
+        finally:  # also when the caller stops listening
+            if said:
+                self.messages.append({"role": "assistant", "content": "".join(said)})
+            else:
+                self.messages.pop()
+
+    def _pieces(self) -> Iterator[str]:
+        body = {"model": self.model, "messages": self.messages, "stream": True}
+        body |= {"stream_options": {"include_usage": True}} | self.options
+        parser, is_done = SseParser(), False
+        try:
+            with self.client.stream("POST", "/v1/chat/completions", json=body) as response:
+                if response.status_code != 200:
+                    response.read()
+                    raise ChatError(_error_text(response))
+                for chunk in response.iter_raw():
+                    for data in parser.feed(chunk):
+                        is_done = is_done or data == b"[DONE]"
+                        yield from self._text_of(data)
+        except httpx.HTTPError as error:
+            raise ChatError(f"the answer broke off: {_reason(error)}") from error
+        if not is_done:
+            raise ChatError("the answer broke off: the stream ended without [DONE]")
+
+    def _text_of(self, data: bytes) -> Iterator[str]:
+        if data == b"[DONE]":
+            return
+        event = json.loads(data)
+        if event.get("error"):
+            raise ChatError(f"the answer broke off: {event['error'].get('message', event['error'])}")
+        self.usage = event.get("usage") or self.usage
+        for choice in event.get("choices") or ():
+            delta = choice.get("delta") or {}
+            if text := (delta.get("content") or delta.get("reasoning_content")):
+                yield text
+
+
+def open_conversation(
+    client: httpx.Client, model: str | None, options: dict[str, Any], system: str | None
+) -> Conversation:
+    """Begin a chat with `model`, or with the first that the service lists.
+
+    Raises:
+        ChatError: nothing answers there.
+    """
+    try:
+        response = client.get("/v1/models")
+    except httpx.HTTPError as error:
+        raise ChatError(
+            f"no service answers at {client.base_url} ({_reason(error)}): "
+            "start one with `pdserve up`, or name another with --url"
+        ) from error
+    if response.status_code != 200:
+        raise ChatError(_error_text(response))
+    names = [entry["id"] for entry in response.json()["data"]]
+    if model is None and not names:
+        raise ChatError(f"the service at {client.base_url} serves no model")
+    return Conversation(client, model or names[0], options, system)
+
+
+def _error_text(response: httpx.Response) -> str:
+    try:
+        message = response.json()["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        message = response.text[:300]
+    return f"the service answered {response.status_code}: {message}"
+
+
+def _reason(error: httpx.HTTPError) -> str:
+    return str(error) or type(error).__name__

@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+import io
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+
+from pdserve.commands.chat import main
+
+USAGE = {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 2}}
+TIMING = {"frontend_s": 0.001, "prefill_s": 0.009, "ttft_s": 0.01, "decode_s": 0.02, "total_s": 0.03}
+
+
+def test_one_prompt_gives_one_streamed_answer(chat_server, capsys: pytest.CaptureFixture[str]) -> None:
+    chat_server.answers = [["Hel", "lo\n", "you", USAGE, "[DONE]"]]
+    assert main(["hi", "--url", chat_server.url, "--system", "be brief", "--max-tokens", "9"]) == 0
+    assert capsys.readouterr().out == "Hello\nyou\n"
+    body = chat_server.bodies[0]
+    assert body["messages"] == [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
+    assert (body["model"], body["stream"], body["max_completion_tokens"]) == ("fake", True, 9)
+
+
+def test_a_prompt_may_come_from_stdin(chat_server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("from a pipe"))
+    chat_server.answers = [["ok", "[DONE]"]]
+    assert main(["--url", chat_server.url]) == 0
+    assert chat_server.bodies[0]["messages"] == [{"role": "user", "content": "from a pipe"}]
+
+
+def test_timing_asks_for_the_waterfall_and_prints_it(chat_server, capsys: pytest.CaptureFixture[str]) -> None:
+    chat_server.answers = [["a", {"choices": [], "usage": USAGE["usage"] | {"timing": TIMING}}, "[DONE]"]]
+    assert main(["hi", "--timing", "--url", chat_server.url]) == 0
+    assert chat_server.headers[0]["X-PDServe-Timing"] == "1"
+    printed = capsys.readouterr().out
+    assert "TTFT" in printed
+    assert "30.0 ms  = 10.0 + 20.0" in printed
+
+
+def test_a_conversation_keeps_its_history_until_reset(chat_server, typed) -> None:
+    typed("one", "", "two", "/what", "/reset", "three", "/quit", "never sent")
+    chat_server.answers = [["1", "[DONE]"], ["2", "[DONE]"], ["3", "[DONE]"]]
+    assert main(["--url", chat_server.url]) == 0
+    contents = [[m["content"] for m in body["messages"]] for body in chat_server.bodies]
+    assert contents == [["one"], ["one", "1", "two"], ["three"]]
+
+
+def test_ctrl_c_at_the_prompt_does_not_leave_and_end_of_input_does(chat_server, typed) -> None:
+    typed(KeyboardInterrupt, "hello")
+    chat_server.answers = [["x", "[DONE]"]]
+    assert main(["--url", chat_server.url]) == 0
+    assert len(chat_server.bodies) == 1
+
+
+class Terminal(io.StringIO):
+    """Notes when a word was shown."""
+
+    def __init__(self, word: str) -> None:
+        super().__init__()
+        self.word, self.shown = word, threading.Event()
+
+    def flush(self) -> None:
+        if self.word in self.getvalue():
+            self.shown.set()
+
+
+def test_ctrl_c_stops_the_current_answer_only_and_hangs_up(
+    chat_server, typed, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    typed("long", "short")
+    chat_server.answers = [["par", "tial", "HOLD"], ["ok", "[DONE]"]]
+    terminal = Terminal("partial")
+    monkeypatch.setattr("sys.stdout", terminal)
+    user = threading.get_ident()
+    thread = threading.Thread(target=lambda: terminal.shown.wait(10) and signal.pthread_kill(user, signal.SIGINT))
+    thread.start()
+    assert main(["--url", chat_server.url]) == 0
+    thread.join()
+    assert chat_server.broken_pipes.wait(10), "the connection of the stopped answer was closed"
+    assert "partial\n" in terminal.getvalue()
+    assert terminal.getvalue().rstrip().endswith("ok")
+    assert "(stopped)" in capsys.readouterr().err
+    assert [m["content"] for m in chat_server.bodies[1]["messages"]] == ["long", "partial", "short"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        ((503, "no pair is ready"), "503: no pair is ready"),
+        (["a", {"error": {"message": "worker lost"}}], "worker lost"),
+        (["a"], "without [DONE]"),
+    ],
+)
+def test_an_incomplete_answer_is_told_and_fails(
+    chat_server, capsys: pytest.CaptureFixture[str], answer: object, words: str
+) -> None:
+    chat_server.answers = [answer]
+    assert main(["hi", "--url", chat_server.url]) == 1
+    assert words in capsys.readouterr().err
+
+
+def test_a_failed_question_does_not_stay_in_the_history(chat_server, typed) -> None:
+    typed("one", "two")
+    chat_server.answers = [(500, "no"), ["2", "[DONE]"]]
+    assert main(["--url", chat_server.url]) == 0
+    assert [m["content"] for m in chat_server.bodies[1]["messages"]] == ["two"]
+
+
+def test_without_a_service_the_message_names_the_command_that_starts_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PDS_HOME", str(tmp_path))
+    monkeypatch.setattr("pdserve.local.find_service.DEFAULT_URL", "http://127.0.0.1:9")
+    assert main(["hi"]) == 1
+    message = capsys.readouterr().err
+    assert "pdserve up" in message
+    assert "http://127.0.0.1:9" in message
