@@ -70,6 +70,8 @@ class PullResult:
     """Whether the backend can prove that no byte of the local blocks will change any more."""
     num_bytes: int = 0
     duration_s: float = 0.0
+    detail: str = ""
+    """The backend's own words on a failure, for the log."""
 
 
 class Transport(Protocol):
