@@ -1,0 +1,12 @@
+"""The bus: messages between processes over Redis streams, and who is alive.
+
+keys.py       every key's name
+client.py     redis-py, set up so that no call is unbounded, repeated or answered with another's reply
+liveness.py   pure: is the server the one we knew, for how long, how long was a reader deaf
+outbox.py     pure: the bounded queue of what is to be sent
+tamper.py     test hooks on the way out
+bus.py        one per process: the writer and the watch over the server
+reader.py     one per stream that a process reads
+absence.py    pure: when a missing registration counts
+registry.py   registrations: write one's own, watch all
+"""

@@ -1,0 +1,66 @@
+"""When the absence of a registration counts, as pure state: no clock, no socket.
+
+A registration expires by itself after its time to live. That it is not there means its process is gone,
+provided that we have been connected to the same server for at least that long: a server that has just
+restarted knows nobody yet. A process never seen before has that long from the first question about it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+Identity = tuple[str, str]
+"""(id, generation)"""
+
+FORGET_AFTER_S = 900.0
+"""No request lives longer than this after its worker is gone."""
+
+
+@dataclass(slots=True)
+class _Known:
+    was_seen: bool
+    missing_since_s: float | None
+
+
+@dataclass(slots=True)
+class Absence:
+    """Which processes are missing, seen from one process's polls."""
+
+    run_id: str | None = None
+    connected_since_s: float = 0.0
+    """Start of the unbroken sequence of successful polls of this server."""
+    polled_s: float = 0.0
+    """Time of the last one."""
+    _known: dict[Identity, _Known] = field(default_factory=dict)
+
+    def polled(self, present: Mapping[str, str], run_id: str, now_s: float) -> None:
+        """A poll succeeded: these ids with these generations are registered on this server."""
+        if run_id != self.run_id:
+            self.run_id, self.connected_since_s = run_id, now_s
+            for known in self._known.values():
+                known.missing_since_s = None
+        self.polled_s = now_s
+        for identity in present.items():
+            self._known[identity] = _Known(was_seen=True, missing_since_s=None)
+        for identity, known in list(self._known.items()):
+            if present.get(identity[0]) != identity[1]:
+                self._note_missing(identity, known)
+
+    def _note_missing(self, identity: Identity, known: _Known) -> None:
+        if known.missing_since_s is None:
+            known.missing_since_s = self.polled_s
+        elif self.polled_s - known.missing_since_s > FORGET_AFTER_S:
+            del self._known[identity]
+
+    def failed(self) -> None:
+        """A poll failed: the sequence is broken."""
+        self.run_id = None
+
+    def is_gone(self, process_id: str, generation: str, ttl_s: float) -> bool:
+        """Whether this very process is known to be gone."""
+        known = self._known.setdefault((process_id, generation), _Known(was_seen=False, missing_since_s=None))
+        if self.run_id is None or known.missing_since_s is None:
+            return False
+        since_s = self.connected_since_s if known.was_seen else known.missing_since_s
+        return self.polled_s - since_s >= ttl_s
