@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import time
 
@@ -97,7 +98,7 @@ def stream(tokenizer: Tokenizer, ids: list[int], cuts: list[int] | None = None, 
     chunks = [[token_id] for token_id in ids]
     if cuts is not None:
         edges = sorted({0, len(ids), *[cut % (len(ids) + 1) for cut in cuts]})
-        chunks = [ids[start:end] for start, end in zip(edges, edges[1:], strict=False)]
+        chunks = [ids[start:end] for start, end in itertools.pairwise(edges)]
     return [*[detokenizer.push(chunk) for chunk in chunks], detokenizer.finish()]
 
 

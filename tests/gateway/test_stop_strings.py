@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -30,7 +32,7 @@ def slow_truth(text: str, stops: list[str], is_included: bool) -> tuple[str, boo
 
 def cut(text: str, cuts: list[int]) -> list[str]:
     edges = sorted({0, len(text), *[place % (len(text) + 1) for place in cuts]})
-    return [text[start:end] for start, end in zip(edges, edges[1:], strict=False)]
+    return [text[start:end] for start, end in itertools.pairwise(edges)]
 
 
 @given(
