@@ -6,6 +6,7 @@
     ├── BusError              the bus (Redis) did not answer in time, or a message cannot be read
     ├── TransferError         a KV transfer cannot be set up or failed
     │   └── IncompatibleError     the two sides differ in their KV signature
+    ├── ServiceError          the processes of one machine's service cannot be started or found
     ├── NoCapacityError       a reservation does not fit right now; nothing was taken
     └── RequestError          a client's request cannot be served (carries status, param, code)
         ├── InvalidRequestError   400: the request itself is wrong
@@ -51,6 +52,10 @@ class IncompatibleError(TransferError):
 
     def __init__(self, detail: str) -> None:
         super().__init__("geometry", detail)
+
+
+class ServiceError(PdserveError):
+    """The processes of this machine's service cannot be started or found (port taken, already running, died)."""
 
 
 class NoCapacityError(PdserveError):

@@ -39,7 +39,7 @@ def build_once(folder: Path, module: str, arguments: list[str], progress: Callab
             return folder
         building = folder.with_name(f".{folder.name}.building")
         shutil.rmtree(building, ignore_errors=True)  # of a build that crashed
-        _run([sys.executable, "-m", module, *arguments, str(building)], progress)
+        _run(module, [*arguments, str(building)], progress)
         building.rename(folder)
     return folder
 
@@ -56,10 +56,12 @@ def _locked(file: Path, progress: Callable[[str], None]) -> Iterator[None]:
         yield
 
 
-def _run(command: list[str], progress: Callable[[str], None]) -> None:
+def _run(module: str, arguments: list[str], progress: Callable[[str], None]) -> None:
+    """A builder that outlived its starter would write beside the next one: the shim lets it die with us."""
+    shim = [sys.executable, "-m", "pdserve.local.launch", str(os.getpid()), "0"]
     last_lines: deque[str] = deque(maxlen=5)
     with subprocess.Popen(
-        command,
+        [*shim, sys.executable, "-m", module, *arguments],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -76,4 +78,4 @@ def _run(command: list[str], progress: Callable[[str], None]) -> None:
             process.kill()
             raise
     if process.returncode:
-        raise ModelError(f"making the model failed ({' '.join(command[1:4])}): " + " | ".join(last_lines))
+        raise ModelError(f"making the model failed ({module} {' '.join(arguments)}): " + " | ".join(last_lines))

@@ -1,0 +1,44 @@
+"""TCP ports of this machine: whether one is free, and which are."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+
+from pdserve.errors import ServiceError
+
+
+def is_free(host: str, port: int) -> bool:
+    """Whether a server could listen there now. (Somebody else may take it a moment later.)"""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: TIME_WAIT does not count
+        try:
+            probe.bind((host, port))
+            probe.listen(1)
+        except OSError:
+            return False
+    return True
+
+
+def check_free(host: str, port: int) -> int:
+    """Return `port`, or a free one for 0.
+
+    Raises:
+        ServiceError: somebody listens there.
+    """
+    if port == 0:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            probe.bind((host, 0))
+            return int(probe.getsockname()[1])
+    if not is_free(host, port):
+        raise ServiceError(f"port {port} on {host} is taken by another program: choose one with --port (0 = any free)")
+    return port
+
+
+def free_ports(host: str, first: int) -> Iterator[int]:
+    """Free ports from `first` upwards."""
+    for port in range(first, 65536):
+        if is_free(host, port):
+            yield port
+    raise ServiceError(f"no free port above {first} on {host}")
