@@ -46,6 +46,8 @@ class Sequence:
     """Local monotonic clock."""
     is_prefill_only: bool = False
     """Prefill role: reserve the whole prompt at admission, stop after token 0."""
+    is_cacheable: bool = True
+    """Whether its full blocks may enter the prefix cache; false when received KV could not be proven to be its own."""
 
     # --- set by the engine
     state: SequenceState = SequenceState.WAITING

@@ -69,8 +69,11 @@ class Executor(Protocol):
     vocab_size: int
     max_model_len: int
     kv_spec: KvCacheSpec
-    kv_cache: torch.Tensor
-    """`[num_blocks, *kv_spec.block_shape]`, allocated by `allocate_kv_cache`."""
+
+    @property
+    def kv_cache(self) -> torch.Tensor:
+        """`[num_blocks, *kv_spec.block_shape]`, allocated by `allocate_kv_cache`."""
+        ...
 
     def allocate_kv_cache(self, num_blocks: int) -> torch.Tensor:
         """Allocate (zeroed) and remember the KV cache; called once, before `run`."""

@@ -1,0 +1,385 @@
+"""The engine: sequences in, tokens out. One loop for both roles: schedule, run, sample, update.
+
+Touched by one thread. Never sees a bus, a transport, or any clock but the injected one. A role is a policy:
+a prefill-only sequence ends with token 0 and leaves its blocks under a lease; a decode-side sequence starts
+with reserved blocks (`reserve`), whose KV comes from elsewhere (`activate`) or, when that fails, is computed
+here (`recompute`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from pdserve.engine.block_pool import BlockPool, BlockState, Holder, LedgerReport
+from pdserve.engine.executors.base import Executor, SequenceSlice
+from pdserve.engine.kv_cache import BlockTables, holder_of
+from pdserve.engine.sampler import SampledToken, sample
+from pdserve.engine.scheduler import Schedule, Scheduler
+from pdserve.engine.sequence import Sequence, SequenceState
+from pdserve.engine.stop import check_stop
+from pdserve.errors import InvalidRequestError, NoCapacityError
+from pdserve.messages import AttemptKey, TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What one step did."""
+
+    started: list[Sequence] = field(default_factory=list)
+    """Admitted for the first time."""
+    progressed: list[Sequence] = field(default_factory=list)
+    """Prompt chunks computed, the last one included."""
+    tokens: list[tuple[Sequence, int, TokenLogprobs | None]] = field(default_factory=list)
+    """Sampled, in order; a prefill-only sequence's token 0 too."""
+    finished: list[Sequence] = field(default_factory=list)
+    """`finish_reason` is set; blocks are given back."""
+    preempted: list[Sequence] = field(default_factory=list)
+    num_tokens: int = 0
+    """Tokens computed."""
+    num_decode_tokens: int = 0
+    """Of them, by sequences that decode."""
+    num_stalled: int = 0
+    """Decoding sequences that sat the step out for want of a block."""
+    duration_s: float = 0.0
+
+
+class Engine:
+    """Runs sequences on one executor and one block pool.
+
+    Args:
+        executor: runs the model; its KV cache is allocated here.
+        num_blocks: KV blocks.
+        max_num_seqs: sequences that run at once.
+        max_num_batched_tokens: token budget of a step.
+        max_wait_s: ageing bound, see `Scheduler`.
+        prefix_cache: whether full blocks are found again by their content.
+        cache_key: secret of the prefix cache; equal on workers that compare chain hashes.
+        eos_token_ids: every id that ends a sequence by itself.
+        watermark_blocks: blocks kept for the growth of running sequences.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        *,
+        num_blocks: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_wait_s: float,
+        prefix_cache: bool,
+        cache_key: bytes,
+        eos_token_ids: frozenset[int],
+        watermark_blocks: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self.executor = executor
+        self.eos_token_ids = eos_token_ids
+        self.tables = BlockTables(
+            num_blocks, executor.kv_spec.block_size, is_cache_on=prefix_cache, cache_key=cache_key
+        )
+        self.scheduler = Scheduler(
+            self.tables,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_wait_s=max_wait_s,
+            watermark_blocks=watermark_blocks,
+        )
+        self.kv_cache: Tensor = executor.allocate_kv_cache(num_blocks)
+        self.sequences_in_step: list[Sequence] = []
+        """Those of the running, or the failed, step."""
+        self._watermark_blocks = watermark_blocks
+        self._clock = clock
+        self._receiving: dict[AttemptKey, Sequence] = {}
+        self._leased: dict[AttemptKey, Sequence] = {}
+
+    @property
+    def block_pool(self) -> BlockPool:
+        """The ledger of all blocks."""
+        return self.tables.pool
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step could do something."""
+        return bool(self.scheduler.running or self.scheduler.waiting)
+
+    # --- arrivals
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence; it computes its prompt here.
+
+        Raises:
+            InvalidRequestError: it can never fit.
+        """
+        self._check_fits_ever(sequence)
+        self.scheduler.add(sequence)
+
+    def reserve(self, sequence: Sequence) -> int:
+        """Take all blocks of a prompt whose KV comes from elsewhere, and one more; WAITING → RECEIVING.
+
+        Own prefix hits are pinned. Hand-offs never overtake preempted or aged sequences, and leave the watermark.
+
+        Returns:
+            Number of leading blocks that are cached here and need no READ.
+
+        Raises:
+            InvalidRequestError: it can never fit.
+            NoCapacityError: not now; nothing was taken.
+        """
+        self._check_fits_ever(sequence)
+        if not self.scheduler.admits_newcomers(self._clock()):
+            raise NoCapacityError("preempted or long waiting sequences come first")
+        hits = self.tables.find_prefix(sequence, sequence.num_prompt_tokens)
+        num_blocks = min(self._num_prompt_blocks(sequence) + 1, self.block_pool.num_blocks)
+        is_alone = not (self.scheduler.running or self._receiving)
+        headroom = 0 if is_alone else self._watermark_blocks
+        if not self.tables.fits(num_blocks, hits, headroom):
+            available = self.block_pool.num_available
+            raise NoCapacityError(
+                f"{num_blocks} KV blocks wanted beyond a watermark of {headroom}, {available} available"
+            )
+        self.tables.take(sequence, hits, num_blocks, fresh_kind=BlockState.RECEIVING)
+        sequence.state = SequenceState.RECEIVING
+        sequence.num_computed_tokens = sequence.num_cached_tokens = len(hits) * self.tables.block_size
+        self._receiving[sequence.key] = sequence
+        return len(hits)
+
+    def activate(
+        self,
+        sequence: Sequence,
+        token0: int,
+        token0_logprobs: TokenLogprobs | None,
+        *,
+        is_chain_proven: bool = True,
+    ) -> StepOutput | None:
+        """The KV of a reserved prompt is here and verified; RECEIVING → RUNNING with token 0 appended.
+
+        Args:
+            sequence: a reserved one.
+            token0: as sampled by the prefill worker; never sampled again.
+            token0_logprobs: of token 0.
+            is_chain_proven: whether the sender's chain hash equals ours; else no block of it is ever cached.
+
+        Returns:
+            What token 0 ended, as a step would tell it; None when the sequence runs on.
+        """
+        num_known = self._leave_receiving(sequence)
+        self.block_pool.move(holder_of(sequence, BlockState.RECEIVING), holder_of(sequence, BlockState.OWNED))
+        sequence.num_computed_tokens = sequence.num_prompt_tokens
+        sequence.is_cacheable = sequence.is_cacheable and is_chain_proven
+        self.tables.remember(sequence, num_known)
+        self._append(sequence, token0, token0_logprobs)
+        if sequence.finish_reason is not None:
+            return self._finish_at_token0(sequence, token0, token0_logprobs)
+        self.scheduler.resume(sequence, self._clock())
+        return None
+
+    def recompute(
+        self,
+        sequence: Sequence,
+        token0: int,
+        token0_logprobs: TokenLogprobs | None,
+        *,
+        quarantine: bool = False,
+    ) -> StepOutput | None:
+        """The hand-off failed but token 0 is known: give the blocks back and compute here; RECEIVING → WAITING.
+
+        Args and result as for `activate`; `quarantine` as for `abort`.
+        """
+        self._leave_receiving(sequence)
+        self._drop_received(sequence, quarantine=quarantine)
+        self.tables.give_back(sequence)
+        sequence.num_computed_tokens = sequence.num_cached_tokens = 0
+        self._append(sequence, token0, token0_logprobs)
+        if sequence.finish_reason is not None:
+            return self._finish_at_token0(sequence, token0, token0_logprobs)
+        self.scheduler.add(sequence)
+        return None
+
+    # --- leases and endings
+
+    def grant_lease(self, sequence: Sequence) -> None:
+        """Pin all blocks of a running or computed sequence for a decode worker, under its attempt; again: nothing."""
+        holder = holder_of(sequence, BlockState.LEASED)
+        listed = set(self.block_pool.blocks_of(holder))
+        self.block_pool.share(holder, [block_id for block_id in sequence.block_table if block_id not in listed])
+
+    def release_lease(self, key: AttemptKey) -> None:
+        """The decode worker is done with it, or its lease expired; unknown: nothing."""
+        self.block_pool.release(Holder(BlockState.LEASED, str(key)))
+        sequence = self._leased.pop(key, None)
+        if sequence is not None:
+            sequence.state = SequenceState.FINISHED
+            sequence.block_table = []
+
+    def abort(self, sequence: Sequence, *, quarantine: bool = False) -> None:
+        """End a sequence in any state, at once. An active lease stays until `release_lease`.
+
+        Args:
+            sequence: any; a finished one is left alone.
+            quarantine: a READ may still write its received blocks: keep them until `release_quarantine`.
+        """
+        if sequence.state in (SequenceState.FINISHED, SequenceState.LEASED):
+            return
+        if sequence.state is SequenceState.RECEIVING:
+            self._leave_receiving(sequence)
+            self._drop_received(sequence, quarantine=quarantine)
+        self.scheduler.remove(sequence)
+        self.tables.give_back(sequence)
+        sequence.state = SequenceState.FINISHED
+
+    def release_quarantine(self, key: AttemptKey) -> None:
+        """No READ of this attempt can write any more; unknown: nothing."""
+        self.block_pool.release(Holder(BlockState.QUARANTINED, str(key)))
+
+    def chain_hash(self, sequence: Sequence, num_tokens: int) -> bytes:
+        """Chain hash of the last full block of the first `num_tokens`; empty before the first full block."""
+        num_full = num_tokens // self.tables.block_size
+        return self.tables.chain_hashes(sequence, num_full)[-1] if num_full else b""
+
+    # --- the step
+
+    def step(self) -> StepOutput:
+        """Compute one batch. Empty when nothing can run now.
+
+        Raises whatever the executor raises; `sequences_in_step` then tells whom it hit, and all of them are as
+        they were before the step.
+        """
+        started_s = self._clock()
+        plan = self.scheduler.schedule(started_s)
+        self.sequences_in_step = plan.sequences
+        if not plan.sequences:
+            return StepOutput(preempted=plan.preempted, num_stalled=plan.num_stalled)
+        logits = self.executor.run([_slice(sequence) for sequence in plan.sequences])
+        samplers = [sequence for sequence in plan.sequences if _samples(sequence)]
+        sampled = sample(logits, samplers, self.eos_token_ids)
+        output = self._update(plan, {id(s): token for s, token in zip(samplers, sampled, strict=True)}, started_s)
+        self.sequences_in_step = []
+        return output
+
+    def check_integrity(self) -> LedgerReport:
+        """Prove the KV ledger, and that sequences and ledger agree.
+
+        Raises:
+            LedgerError, AssertionError: with what disagrees.
+        """
+        for sequence in self.scheduler.running:
+            held = self.block_pool.blocks_of(holder_of(sequence, BlockState.OWNED))
+            assert held == sequence.block_table, f"{sequence.key} owns {held}, its table is {sequence.block_table}"
+            assert len(held) * self.tables.block_size >= sequence.num_computed_tokens, f"{sequence.key}: {held}"
+        owners = {str(s.key) for s in [*self.scheduler.running, *self._receiving.values()]}
+        for holder in self.block_pool.holders():
+            if holder.kind in (BlockState.OWNED, BlockState.RECEIVING):
+                assert holder.name in owners, f"{holder} is neither running nor receiving"
+        return self.block_pool.check_integrity()
+
+    # --- inner workings
+
+    def _num_prompt_blocks(self, sequence: Sequence) -> int:
+        return self.tables.num_blocks_for(sequence.num_prompt_tokens)
+
+    def _check_fits_ever(self, sequence: Sequence) -> None:
+        prompt, longest = sequence.num_prompt_tokens, self.executor.max_model_len
+        wanted = max(0, sequence.sampling.max_tokens - sequence.first_output_index)
+        if not sequence.prompt_token_ids:
+            raise InvalidRequestError("the prompt has no tokens")
+        if min(sequence.prompt_token_ids) < 0 or max(sequence.prompt_token_ids) >= self.executor.vocab_size:
+            raise InvalidRequestError(f"token ids must lie in [0, {self.executor.vocab_size})")
+        num_kv_tokens = prompt if sequence.is_prefill_only else prompt + wanted - 1  # the last token needs no KV
+        room = min(longest, self.block_pool.num_blocks * self.tables.block_size)
+        total = prompt + (1 if sequence.is_prefill_only else wanted)
+        if total > longest or num_kv_tokens > room:
+            raise InvalidRequestError(
+                f"{prompt} prompt tokens and {wanted} output tokens exceed what fits: context length {longest}, "
+                f"KV cache {self.block_pool.num_blocks * self.tables.block_size} tokens"
+            )
+
+    def _leave_receiving(self, sequence: Sequence) -> int:
+        """Returns the number of tokens whose KV was here before the hand-off."""
+        assert sequence.state is SequenceState.RECEIVING, f"{sequence.key} is {sequence.state}, not receiving"
+        del self._receiving[sequence.key]
+        return sequence.num_computed_tokens
+
+    def _drop_received(self, sequence: Sequence, *, quarantine: bool) -> None:
+        received = holder_of(sequence, BlockState.RECEIVING)
+        if quarantine:
+            self.block_pool.move(received, holder_of(sequence, BlockState.QUARANTINED))
+        else:
+            self.block_pool.release(received)
+
+    def _append(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> None:
+        sequence.output_token_ids.append(token_id)
+        if sequence.sampling.logprobs is not None and logprobs is not None:
+            sequence.output_logprobs.append(logprobs)
+        check_stop(sequence, self.eos_token_ids, self.executor.max_model_len)
+
+    def _finish_at_token0(self, sequence: Sequence, token0: int, logprobs: TokenLogprobs | None) -> StepOutput:
+        self._finish(sequence)
+        return StepOutput(tokens=[(sequence, token0, logprobs)], finished=[sequence])
+
+    def _finish(self, sequence: Sequence) -> None:
+        self.tables.give_back(sequence)
+        sequence.state = SequenceState.FINISHED
+
+    def _lease(self, sequence: Sequence) -> None:
+        """A computed prompt: what it owned is now kept for a decode worker."""
+        self.grant_lease(sequence)
+        self.block_pool.release(holder_of(sequence, BlockState.OWNED))
+        sequence.state = SequenceState.LEASED
+        self._leased[sequence.key] = sequence
+
+    def _update(self, plan: Schedule, sampled: dict[int, SampledToken], started_s: float) -> StepOutput:
+        num_tokens, num_decode_tokens = plan.num_tokens, sum(s.num_uncomputed_tokens == 1 for s in plan.sequences)
+        progressed: list[Sequence] = []
+        tokens: list[tuple[Sequence, int, TokenLogprobs | None]] = []
+        finished: list[Sequence] = []
+        for sequence in plan.sequences:
+            num_before = sequence.num_computed_tokens
+            if num_before < sequence.num_prompt_tokens:
+                progressed.append(sequence)
+            sequence.num_computed_tokens += sequence.num_scheduled_tokens
+            self.tables.remember(sequence, num_before)
+            if (token := sampled.get(id(sequence))) is not None:
+                self._append(sequence, token.token_id, token.logprobs)
+                tokens.append((sequence, token.token_id, token.logprobs))
+                self._settle(sequence, finished)
+        return StepOutput(
+            started=plan.started,
+            progressed=progressed,
+            tokens=tokens,
+            finished=finished,
+            preempted=plan.preempted,
+            num_tokens=num_tokens,
+            num_decode_tokens=num_decode_tokens,
+            num_stalled=plan.num_stalled,
+            duration_s=self._clock() - started_s,
+        )
+
+    def _settle(self, sequence: Sequence, finished: list[Sequence]) -> None:
+        """After a token: a sequence that ended, or only had a prompt to compute, leaves the scheduler."""
+        if sequence.finish_reason is not None:
+            self.scheduler.remove(sequence)
+            self._finish(sequence)
+            finished.append(sequence)
+        elif sequence.is_prefill_only:
+            self.scheduler.remove(sequence)
+            self._lease(sequence)
+
+
+def _samples(sequence: Sequence) -> bool:
+    """Whether this step computes the sequence's last token, whose logits give the next one."""
+    return sequence.num_scheduled_tokens == sequence.num_uncomputed_tokens
+
+
+def _slice(sequence: Sequence) -> SequenceSlice:
+    start = sequence.num_computed_tokens
+    return SequenceSlice(
+        token_ids=sequence.tokens(start, start + sequence.num_scheduled_tokens),
+        start=start,
+        block_table=sequence.block_table,
+        samples=_samples(sequence),
+        tag=sequence,
+    )

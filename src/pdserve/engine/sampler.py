@@ -1,0 +1,94 @@
+"""From logits to tokens, for the whole batch at once. Keeps no state; never sees a model or a block.
+
+A token is the inverse of its row's cumulative distribution at one uniform number, which depends on (seed,
+choice, output index) alone: whoever shares the batch, and wherever the sequence continues, the draw is the
+same. Greedy rows take the largest logit, the lowest id among equals. Log-probabilities are the model's own,
+before penalties and temperature.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pdserve.engine.logit_filters import adjust, cut_tail
+from pdserve.engine.philox import uniforms
+from pdserve.engine.sequence import Sequence
+from pdserve.messages import TokenLogprobs
+
+MIN_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON cannot carry."""
+
+
+class SampledToken(NamedTuple):
+    """One row's result."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None
+
+
+def sample(logits: Tensor, sequences: list[Sequence], eos_token_ids: frozenset[int]) -> list[SampledToken]:
+    """Draw the next token of every sequence.
+
+    Args:
+        logits: fp32 `[num_rows, vocab_size]`, left as they are.
+        sequences: one per row.
+        eos_token_ids: ids that min_tokens holds back, beside the sequence's own stop ids.
+    """
+    assert logits.shape[0] == len(sequences), (logits.shape, len(sequences))
+    if not sequences:
+        return []
+    adjusted = adjust(logits, sequences, eos_token_ids)
+    tokens = adjusted.argmax(1)
+    random_rows = [row for row, sequence in enumerate(sequences) if not sequence.sampling.is_greedy]
+    if random_rows:
+        tokens[random_rows] = _draw(adjusted[random_rows], [sequences[row] for row in random_rows])
+    token_ids: list[int] = tokens.tolist()
+    logprobs = _logprobs(logits, sequences, tokens)
+    return [SampledToken(token_id, logprobs.get(row)) for row, token_id in enumerate(token_ids)]
+
+
+def _draw(logits: Tensor, sequences: list[Sequence]) -> Tensor:
+    """int64 `[num_rows]`: one token from each row's distribution."""
+    params = [sequence.sampling for sequence in sequences]
+    temperatures = torch.tensor([p.temperature for p in params], dtype=logits.dtype, device=logits.device)
+    # Less the maximum first: a tiny temperature then makes small numbers tiny, never large ones infinite.
+    scaled = (logits - logits.amax(1, keepdim=True)) / temperatures[:, None]
+    scaled = cut_tail(scaled, [p.top_k for p in params], [p.top_p for p in params], [p.min_p for p in params])
+    cumulative = scaled.softmax(1).cumsum(1, dtype=torch.float64)
+    numbers = uniforms(
+        [p.seed for p in params],
+        [sequence.key.choice for sequence in sequences],
+        [sequence.next_output_index for sequence in sequences],
+    )
+    total = cumulative[:, -1:]
+    targets = torch.from_numpy(numbers).to(logits.device)[:, None] * total
+    # A target below the total finds a token of positive probability; rounding must not make it equal.
+    targets = torch.minimum(targets, torch.nextafter(total, torch.zeros_like(total)))
+    drawn = torch.searchsorted(cumulative, targets, right=True)[:, 0]
+    return drawn.clamp(max=logits.shape[1] - 1)
+
+
+def _logprobs(logits: Tensor, sequences: list[Sequence], tokens: Tensor) -> dict[int, TokenLogprobs]:
+    """Row → log-probabilities, for rows that asked for them."""
+    wanted = {row: s.sampling.logprobs for row, s in enumerate(sequences) if s.sampling.logprobs is not None}
+    if not wanted:
+        return {}
+    rows = list(wanted)
+    table = logits[rows].log_softmax(1).clamp(min=MIN_LOGPROB)
+    sampled: list[float] = table.gather(1, tokens[rows][:, None])[:, 0].tolist()
+    num_top = min(max(wanted.values()), logits.shape[1])
+    best = table.topk(num_top, dim=1)
+    top_ids, top_values = best.indices.tolist(), best.values.tolist()
+    result = {}
+    for place, (row, count) in enumerate(wanted.items()):
+        # Equals by id, so that the order does not hang on how the device sorts.
+        top = sorted(zip(top_ids[place], top_values[place], strict=True), key=lambda pair: (-pair[1], pair[0]))[:count]
+        result[row] = TokenLogprobs(
+            logprob=sampled[place],
+            top_token_ids=[token_id for token_id, _ in top],
+            top_logprobs=[value for _, value in top],
+        )
+    return result
