@@ -1,0 +1,1 @@
+"""Token-exact comparison of the disaggregated service with a plain reference: what `pdserve verify` is made of."""
