@@ -1,0 +1,173 @@
+// One forward step over a packed batch: embed, then per layer norm, qkv, keys and values into the cache, attention,
+// output projection, norm, gate and up, down; then logits of the rows that sample. Threads meet between phases and
+// claim pieces inside them.
+#pragma once
+#include "attention.h"
+
+namespace {
+template <class T, class KV>
+class Runner {
+public:
+    Runner(const Step& step, int thread)
+        : step_(step), model_(*step.model), batch_(*step.batch),
+          team_{step.pool, step.counters, thread, step.pool->num_threads()},
+          own_operand_(step.scratch + static_cast<int64_t>(thread) * step.scratch_floats),
+          products_(own_operand_ + kMaxRows * step.hidden_padded), rest_(products_ + kBlockRows * kPanel) {}
+
+    void run() {
+        for (int row = team_.thread; row < batch_.num_rows; row += team_.threads)
+            embed_row(model_, batch_.token_ids[row], row_of(row), step_.hidden_padded);
+        team_.next_phase();
+        for (int i = 0; i < model_.num_layers; ++i) run_layer(i);
+        if (batch_.num_logit_rows) run_head();
+    }
+
+private:
+    float* row_of(int row) const { return step_.x + static_cast<int64_t>(row) * step_.hidden_padded; }
+
+    void run_layer(int index) {
+        const PdsLayer& layer = model_.layers[index];
+        const PdsMatrix& following = index + 1 < model_.num_layers ? model_.layers[index + 1].qkv : model_.head;
+        auto add = [&](int start, int rows, int panel, const float* y) {
+            for (int i = 0; i < rows; ++i)
+                for (int c = 0; c < kPanel; c += kWidth) {
+                    float* x = row_of(start + i) + panel * kPanel + c;
+                    v_store(x, v_add(v_load(x), v_load(y + i * kPanel + c)));
+                }
+        };
+        const float* operand = normed(step_.rows, nullptr, layer.attention_norm);
+        multiply<T>(team_, operand, step_.rows, layer.qkv, &layer.o, products_,
+                    [&](int start, int rows, int panel, const float* y) {
+                        for (int i = 0; i < rows; ++i)
+                            memcpy(step_.qkv + static_cast<int64_t>(start + i) * layer.qkv.n + panel * kPanel,
+                                   y + i * kPanel, sizeof(float) * kPanel);
+                    });
+        team_.next_phase();
+        attend(layer, index);
+        multiply<T>(team_, step_.attended, step_.rows, layer.o, &layer.gate_up, products_, add);
+        team_.next_phase();
+        operand = normed(step_.rows, nullptr, layer.mlp_norm);
+        multiply<T>(team_, operand, step_.rows, layer.gate_up, &layer.down, products_,
+                    [&](int start, int rows, int panel, const float* y) {
+                        activate(layer, start, rows, panel, y);
+                    });
+        team_.next_phase();
+        multiply<T>(team_, step_.activated, step_.rows, layer.down, &following, products_, add);
+        team_.next_phase();
+    }
+
+    void attend(const PdsLayer& layer, int index) {
+        if (step_.writes_kv_first) {
+            const LayerCache<KV> cache = layer_cache<KV>(model_, batch_, index);
+            for (int s = team_.first(); s < batch_.num_rows; s = team_.claim()) {
+                const PdsSlice& slice = slice_of(s);
+                for (int head = 0; head < model_.num_kv_heads; ++head)
+                    write_kv(step_, layer, cache, batch_.block_tables + slice.table, s,
+                             slice.start + s - slice.first_row, head);
+            }
+            team_.next_phase();
+        }
+        Attention<KV> attention(step_, layer, index, rest_);
+        for (int i = team_.first(); i < step_.num_items; i = team_.claim()) attention.run(step_.items[i]);
+        team_.next_phase();
+    }
+
+    const PdsSlice& slice_of(int row) const {
+        int low = 0, high = batch_.num_slices;
+        while (high - low > 1) {
+            const int middle = (low + high) / 2;
+            (batch_.slices[middle].first_row <= row ? low : high) = middle;
+        }
+        return batch_.slices[low];
+    }
+
+    // One panel: 16 gate columns, then their 16 up columns -> columns of the operand of `down`
+    void activate(const PdsLayer& layer, int start, int rows, int panel, const float* y) const {
+        const int tile = step_.rows.tile_of(start), size = step_.rows.size(tile);
+        float* target = step_.activated + static_cast<int64_t>(start) * layer.down.k +
+                        static_cast<int64_t>(panel) * kGateGroup * size;
+        for (int i = 0; i < rows; ++i) {
+            float values[kGateGroup];
+            for (int c = 0; c < kGateGroup; c += kWidth) {
+                const float* gate = y + i * kPanel + c;
+                v_store(values + c, v_mul(v_silu(v_load(gate)), v_load(gate + kGateGroup)));
+            }
+            for (int c = 0; c < kGateGroup; ++c) target[c * size + i] = values[c];
+        }
+    }
+
+    // Packed operand of normed rows. A single tile is made by every thread for itself: cheaper than meeting.
+    const float* normed(const Tiling& rows, const int32_t* picked, const float* weight) {
+        const bool alone = rows.tiles == 1;
+        float* target = alone ? own_operand_ : step_.normed;
+        for (int t = alone ? 0 : team_.first(); t < rows.tiles; t = alone ? t + 1 : team_.claim()) {
+            const int start = rows.start(t), size = rows.size(t);
+            for (int i = 0; i < size; ++i)
+                norm_row(row_of(picked ? picked[start + i] : start + i), weight, model_.hidden, step_.hidden_padded,
+                         model_.norm_eps, target + static_cast<int64_t>(start) * model_.hidden + i, size);
+        }
+        if (!alone) team_.next_phase();
+        return target;
+    }
+
+    void run_head() {
+        const float* operand = normed(step_.logit_rows, batch_.logit_rows, model_.final_norm);
+        multiply<T>(team_, operand, step_.logit_rows, model_.head, nullptr, products_,
+                    [&](int start, int rows, int panel, const float* y) {
+                        for (int i = 0; i < rows; ++i)
+                            memcpy(batch_.logits + static_cast<int64_t>(start + i) * model_.head.n + panel * kPanel,
+                                   y + i * kPanel, sizeof(float) * kPanel);
+                    });
+    }
+
+    const Step& step_;
+    const PdsModel& model_;
+    const PdsBatch& batch_;
+    Team team_;
+    float *own_operand_, *products_, *rest_;
+};
+
+template <class T>
+static void run_weights(const Step& step, int thread) {
+    if (step.model->kv_type == kBf16)
+        Runner<T, bf16>(step, thread).run();
+    else
+        Runner<T, float>(step, thread).run();
+}
+
+static void run_step(const Step& step, int thread) {
+    switch (step.model->weight_type) {
+        case kF32: return run_weights<float>(step, thread);
+        case kBf16: return run_weights<bf16>(step, thread);
+        default: return run_weights<int8_t>(step, thread);
+    }
+}
+
+// Multiply-adds on registers alone; returns a value that depends on all of them.
+static float burn(int64_t iterations) {
+    constexpr int chains = kWidth == 4 ? 6 : 12;
+    vec acc[chains];
+    for (int i = 0; i < chains; ++i) acc[i] = v_set(1.0f + 1e-3f * i);
+    vec b = v_set(0.999f), c = v_set(1e-4f);
+    for (int64_t k = 0; k < iterations; ++k) {
+        asm volatile("" : "+x"(b), "+x"(c));
+#pragma GCC unroll 12
+        for (int i = 0; i < chains; ++i) acc[i] = v_fma(acc[i], b, c);
+    }
+    float total = 0;
+    for (int i = 0; i < chains; ++i) total += v_sum(acc[i]);
+    return total;
+}
+static int64_t burn_flops(int64_t iterations) { return iterations * (kWidth == 4 ? 6 : 12) * kWidth * 2; }
+
+static float read_all(const float* data, int64_t count) {
+    vec a = v_zero(), b = v_zero(), c = v_zero(), d = v_zero();
+    for (int64_t i = 0; i + 4 * kWidth <= count; i += 4 * kWidth) {
+        a = v_add(a, v_load(data + i));
+        b = v_add(b, v_load(data + i + kWidth));
+        c = v_add(c, v_load(data + i + 2 * kWidth));
+        d = v_add(d, v_load(data + i + 3 * kWidth));
+    }
+    return v_sum(v_add(v_add(a, b), v_add(c, d)));
+}
+}  // namespace

@@ -1,0 +1,8 @@
+// Compiled with -mavx2 -mfma; called only where the processor has both.
+#if defined(__x86_64__)
+#include "isa.h"
+#include "simd_avx2.h"
+#include "step.h"
+
+const Isa kAvx2Isa = {"avx2", {kMaxRows, kWidth}, run_step, burn, burn_flops, read_all};
+#endif

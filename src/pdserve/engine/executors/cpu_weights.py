@@ -1,0 +1,263 @@
+"""Reads a Llama-like checkpoint from safetensors and packs it for the CPU kernels; transformers is never imported.
+
+Weights become fp32, bf16 or int8 (symmetric, one scale per output row). Packed matrices share one mapping that
+asks for huge pages. Embedding rows stay in the mapped checkpoint when its dtype allows: only rows that occur are read.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from pdserve.engine.executors.cpu_shape import CpuShape
+from pdserve.errors import ModelError
+from pdserve.kernels import cpu_ops
+
+_SOURCE_TYPES = {torch.float32: cpu_ops.F32, torch.bfloat16: cpu_ops.BF16, torch.float16: cpu_ops.F16}
+_WEIGHT_TYPES = {torch.float32: cpu_ops.F32, torch.bfloat16: cpu_ops.BF16, torch.int8: cpu_ops.I8}
+_ALIGNMENT = 64
+_Place = tuple[str, int, int, int, int]
+"""Tensor name, rows, group, stride, offset: where a matrix goes among packed columns, as in `cpu_ops.pack`."""
+
+
+def map_memory(num_bytes: int) -> Tensor:
+    """A zeroed uint8 tensor on memory of its own, in huge pages where the system grants them."""
+    mapping = mmap.mmap(-1, max(num_bytes, 1))
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(mapping, dtype=torch.uint8)
+
+
+class Checkpoint:
+    """Named tensors over one or several safetensors files, mapped, not copied.
+
+    Raises:
+        ModelError: the folder has no safetensors weights.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        index = path / "model.safetensors.index.json"
+        if index.exists():
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        else:
+            names = sorted(file.name for file in path.glob("*.safetensors"))
+        if not names:
+            raise ModelError(f"{path} has no *.safetensors weights; convert the model with save_pretrained first")
+        self._files = {}
+        for name in names:
+            file = safe_open(path / name, framework="pt")
+            self._files.update(dict.fromkeys(file.keys(), file))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    def get(self, name: str) -> Tensor:
+        """The tensor, contiguous.
+
+        Raises:
+            ModelError: it is missing or of a dtype that is no float.
+        """
+        if name not in self._files:
+            raise ModelError(f"{self._path} lacks the tensor {name}")
+        tensor: Tensor = self._files[name].get_tensor(name)
+        if tensor.dtype not in _SOURCE_TYPES:
+            raise ModelError(f"tensor {name} is {tensor.dtype}; the CPU kernels read float32, bfloat16 and float16")
+        return tensor.contiguous()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the embedding."""
+        return self.get("model.embed_tokens.weight").dtype
+
+
+@dataclass(frozen=True, slots=True)
+class PackedModel:
+    """The model as the kernels read it, and everything its addresses point to."""
+
+    model: cpu_ops.Model
+    owners: tuple[object, ...]
+    num_bytes: int
+    """Of packed weights."""
+
+
+def pack_model(
+    checkpoint: Checkpoint,
+    shape: CpuShape,
+    *,
+    weight_dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    block_size: int,
+    rope: tuple[Tensor, Tensor],
+    num_threads: int,
+) -> PackedModel:
+    """Pack every matrix.
+
+    Args:
+        weight_dtype: float32, bfloat16 or int8.
+        kv_dtype: float32 or bfloat16.
+        rope: cosines and sines `[positions, head_dim / 2]`.
+
+    Raises:
+        ModelError: a tensor is missing or has an unexpected shape.
+    """
+    packer = _Packer(checkpoint, shape, weight_dtype, num_threads)
+    layers = (cpu_ops.Layer * shape.num_layers)(*(packer.layer(index) for index in range(shape.num_layers)))
+    embed = checkpoint.get("model.embed_tokens.weight")
+    head_name = "lm_head.weight"
+    if shape.is_tied or head_name not in checkpoint:
+        head_name = "model.embed_tokens.weight"
+    head = packer.matrix([head_name], [shape.vocab_size], shape.hidden_size)
+    embed = embed.float() if embed.dtype == torch.float16 else embed
+    final_norm = packer.vector("model.norm.weight", shape.hidden_size)
+    model = cpu_ops.Model(
+        num_layers=shape.num_layers,
+        hidden=shape.hidden_size,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        block_size=block_size,
+        weight_type=_WEIGHT_TYPES[weight_dtype],
+        kv_type=_WEIGHT_TYPES[kv_dtype],
+        embed_type=_SOURCE_TYPES[embed.dtype],
+        norm_eps=shape.norm_eps,
+        softmax_scale=shape.head_dim**-0.5,
+        embed=embed.data_ptr(),
+        final_norm=final_norm,
+        head=head,
+        rope_cos=rope[0].data_ptr(),
+        rope_sin=rope[1].data_ptr(),
+        layers=layers,
+    )
+    return PackedModel(model, (embed, layers, *rope, *packer.owners), packer.num_bytes)
+
+
+class _Packer:
+    def __init__(self, checkpoint: Checkpoint, shape: CpuShape, dtype: torch.dtype, num_threads: int) -> None:
+        self._checkpoint = checkpoint
+        self._shape = shape
+        self._dtype = dtype
+        self._num_threads = num_threads
+        self._memory = map_memory(_packed_bytes(shape, dtype))
+        self.num_bytes = 0
+        self.owners: list[object] = [self._memory]
+
+    def layer(self, index: int) -> cpu_ops.Layer:
+        shape, prefix = self._shape, f"model.layers.{index}."
+        attention = prefix + "self_attn."
+        heads, kv_heads = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        qkv_names = [f"{attention}{name}_proj.weight" for name in "qkv"]
+        qk_norms = {
+            name: self.vector(f"{attention}{name}.weight", shape.head_dim)
+            for name in ("q_norm", "k_norm")
+            if shape.has_qk_norm
+        }
+        return cpu_ops.Layer(
+            qkv=self.matrix(qkv_names, [heads, kv_heads, kv_heads], shape.hidden_size),
+            o=self.matrix([f"{attention}o_proj.weight"], [shape.hidden_size], heads),
+            gate_up=self._gate_up(prefix + "mlp."),
+            down=self._down(f"{prefix}mlp.down_proj.weight"),
+            attention_norm=self.vector(prefix + "input_layernorm.weight", shape.hidden_size),
+            mlp_norm=self.vector(prefix + "post_attention_layernorm.weight", shape.hidden_size),
+            window=shape.windows[index],
+            **qk_norms,
+        )
+
+    def matrix(self, names: Sequence[str], rows: Sequence[int], k: int) -> cpu_ops.Matrix:
+        """Matrices `[rows, k]` below each other."""
+        offsets = [sum(rows[:i]) for i in range(len(rows))]
+        places = [(name, n, n, 0, offset) for name, n, offset in zip(names, rows, offsets, strict=True)]
+        return self._pack(places, sum(rows), k, k)
+
+    def _down(self, name: str) -> cpu_ops.Matrix:
+        """Its k is as wide as the gate's whole groups."""
+        rows, k = self._shape.hidden_size, self._shape.intermediate_size
+        return self._pack([(name, rows, rows, 0, 0)], rows, k, _round_up(k, cpu_ops.GATE_GROUP))
+
+    def _gate_up(self, prefix: str) -> cpu_ops.Matrix:
+        rows, group = self._shape.intermediate_size, cpu_ops.GATE_GROUP
+        columns = 2 * _round_up(rows, group)
+        places = [
+            (f"{prefix}gate_proj.weight", rows, group, 2 * group, 0),
+            (f"{prefix}up_proj.weight", rows, group, 2 * group, group),
+        ]
+        return self._pack(places, columns, self._shape.hidden_size, self._shape.hidden_size)
+
+    def _pack(self, places: list[_Place], columns: int, k: int, k_packed: int) -> cpu_ops.Matrix:
+        n = _round_up(columns, cpu_ops.PANEL)
+        panels = self._take(n * k_packed * self._dtype.itemsize)
+        scale = self._floats(n) if self._dtype == torch.int8 else 0
+        bias = self._bias(places, n)
+        for name, rows, group, stride, offset in places:
+            source = self._checkpoint.get(name)
+            if tuple(source.shape) != (rows, k):
+                raise ModelError(f"tensor {name} has shape {tuple(source.shape)}, config.json says {(rows, k)}")
+            cpu_ops.pack(
+                *(source.data_ptr(), _SOURCE_TYPES[source.dtype], rows, k),
+                panels=panels,
+                weight_type=_WEIGHT_TYPES[self._dtype],
+                k_packed=k_packed,
+                num_threads=self._num_threads,
+                scale=scale,
+                group=group,
+                stride=stride,
+                offset=offset,
+            )
+        return cpu_ops.Matrix(panels=panels, scale=scale or None, bias=bias, k=k_packed, n=n)
+
+    def _bias(self, places: list[_Place], n: int) -> int | None:
+        named = [(name.replace(".weight", ".bias"), *rest) for name, *rest in places]
+        if not any(name in self._checkpoint for name, *_ in named):
+            return None
+        bias = torch.zeros(n)
+        for name, rows, group, stride, offset in named:
+            row = torch.arange(rows)
+            bias[row // group * stride + offset + row % group] = self._checkpoint.get(name).float()
+        self.owners.append(bias)
+        return bias.data_ptr()
+
+    def vector(self, name: str, size: int) -> int:
+        """An fp32 copy of a norm's weight."""
+        source = self._checkpoint.get(name)
+        if source.numel() != size:
+            raise ModelError(f"tensor {name} has {source.numel()} values, config.json says {size}")
+        copy = source.to(torch.float32, copy=True)
+        self.owners.append(copy)
+        return copy.data_ptr()
+
+    def _floats(self, count: int) -> int:
+        values = torch.zeros(count)
+        self.owners.append(values)
+        return values.data_ptr()
+
+    def _take(self, num_bytes: int) -> int:
+        address = self._memory.data_ptr() + self.num_bytes
+        self.num_bytes += _round_up(num_bytes, _ALIGNMENT)
+        assert self.num_bytes <= self._memory.numel(), (self.num_bytes, self._memory.numel())
+        return address
+
+
+def _packed_bytes(shape: CpuShape, dtype: torch.dtype) -> int:
+    def sizes() -> Iterator[int]:
+        heads, inner = shape.num_heads * shape.head_dim, _round_up(shape.intermediate_size, cpu_ops.GATE_GROUP)
+        layer = (
+            (shape.num_qkv_rows, shape.hidden_size),
+            (shape.hidden_size, heads),
+            (2 * inner, shape.hidden_size),
+            (shape.hidden_size, inner),
+        )
+        for columns, k in layer * shape.num_layers + ((shape.vocab_size, shape.hidden_size),):
+            yield _round_up(_round_up(columns, cpu_ops.PANEL) * k * dtype.itemsize, _ALIGNMENT)
+
+    return sum(sizes())
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
