@@ -1,0 +1,320 @@
+"""What the transfer thread does in each round. One thread, no waiting; `puller.py` is the thread and its doors.
+
+A round: collect ended READs and verify their blocks, post further READs (bounded in size and in number per peer,
+round robin over requests), look after the quarantine. Nothing here waits for a peer, so one that is frozen holds
+up nobody else.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+
+from pdserve.errors import TransferError
+from pdserve.transfer.base import Descriptor, PeerId, PullResult, PullState, Transport
+from pdserve.transfer.digest import block_digests
+from pdserve.transfer.memory import bytes_view
+from pdserve.transfer.peer_failures import PeerFailures
+from pdserve.transfer.pull import ActivePull, OnOutcome, PullFaults, PullOutcome, PullRequest, split_into_reads
+from pdserve.transfer.quarantine import Quarantine
+
+_DRAIN_POLL_S = 0.0005
+
+_log = logging.getLogger(__name__)
+
+
+class PullRounds:
+    """Active requests of one worker and how they move on. Arguments: see `Puller`."""
+
+    def __init__(
+        self,
+        transports: Mapping[str, Transport],
+        kv_cache: torch.Tensor,
+        failures: PeerFailures,
+        *,
+        faults: PullFaults | None,
+        quarantine_s: float,
+        max_quarantined_ratio: float,
+        max_read_bytes: int,
+        max_reads_per_peer: int,
+        drain_s: float,
+        on_descriptor: Callable[[Descriptor], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._transports = dict(transports)
+        self._kv_cache = kv_cache
+        self._block_bytes = bytes_view(kv_cache).shape[1]
+        self._failures = failures
+        self._faults = faults
+        self._max_read_bytes, self._max_reads_per_peer = max_read_bytes, max_reads_per_peer
+        self._drain_s = drain_s
+        self._on_descriptor = on_descriptor
+        self._clock = clock
+        max_blocks = max_quarantined_ratio * kv_cache.shape[0]
+        self._quarantines = {name: Quarantine(quarantine_s, max_blocks, clock) for name in transports}
+        self._draining_since_s: dict[str, float] = {}
+        self._pulls: dict[int, ActivePull] = {}
+        self.num_recreated = 0
+
+    @property
+    def has_pulls(self) -> bool:
+        """Whether requests are active."""
+        return bool(self._pulls)
+
+    @property
+    def num_quarantined_blocks(self) -> int:
+        """Over all backends."""
+        return sum(quarantine.num_blocks for quarantine in self._quarantines.values())
+
+    def round(self) -> bool:
+        """Whether something moved, so that another round is worth while at once."""
+        num_results = self._collect()
+        num_posted = sum(self._advance(pull) for pull in list(self._pulls.values()))
+        for name, transport in self._transports.items():
+            self._look_after_quarantine(name, transport)
+            transport.serve()
+        return num_results + num_posted > 0
+
+    def begin(self, ticket: int, request: PullRequest) -> None:
+        """Take a request on."""
+        now_s = self._clock()
+        not_before_s = now_s + (self._faults.delay_s("pull_delay_s") if self._faults else 0.0)
+        reads = split_into_reads(len(request.local_ids), self._block_bytes, self._max_read_bytes)
+        pull = ActivePull(ticket, request, now_s, not_before_s, reads)
+        self._pulls[ticket] = pull
+        if request.descriptor.backend not in self._transports:
+            self._fail(pull, "lookup", f"backend {request.descriptor.backend} is not usable on this worker")
+
+    def prepare(self, descriptor: Descriptor) -> None:
+        """Begin to connect to a peer that will be read from."""
+        transport = self._transports.get(descriptor.backend)
+        if transport is None:
+            return
+        try:
+            transport.start_connect(descriptor)
+        except TransferError as error:
+            _log.warning("cannot connect to %s: %s", descriptor.peer, error)
+
+    def _advance(self, pull: ActivePull) -> int:
+        """Move a request on by at most one READ; returns how many were posted."""
+        try:
+            return self._connect_and_post(pull)
+        except TransferError as error:
+            self._fail(pull, error.reason, str(error))
+        except Exception as error:
+            _log.exception("transport %s failed", pull.request.descriptor.backend)
+            self._fail(pull, "post", f"{type(error).__name__}: {error}")
+        return 0
+
+    def _connect_and_post(self, pull: ActivePull) -> int:
+        now_s, request = self._clock(), pull.request
+        if now_s >= request.deadline_s:
+            raise TransferError("timeout", "the time for this READ is over")
+        if now_s < pull.not_before_s or not pull.waiting:
+            return 0
+        name, peer = request.descriptor.backend, request.descriptor.peer
+        if name in self._draining_since_s:
+            return 0
+        transport = self._transports[name]
+        if not pull.is_connecting:
+            self._maybe_fail("connect")
+            transport.start_connect(request.descriptor)
+            pull.is_connecting = True
+        if not transport.is_connected(peer) or self._num_in_flight(peer) >= self._max_reads_per_peer:
+            return 0
+        self._maybe_fail("post")
+        indices = pull.waiting[0]
+        remote_ids = [request.remote_ids[index] for index in indices]
+        handle = transport.pull(peer, request.nonce, remote_ids, _local_ids(request, indices), request.deadline_s)
+        pull.in_flight[handle] = pull.waiting.popleft()
+        pull.first_read_s = pull.first_read_s or now_s
+        return 1
+
+    def _num_in_flight(self, peer: PeerId) -> int:
+        return sum(len(pull.in_flight) for pull in self._pulls.values() if pull.request.descriptor.peer == peer)
+
+    def _collect(self) -> int:
+        """Take the ended READs of all transports; returns their number."""
+        num_results = 0
+        for name, transport in self._transports.items():
+            for result in transport.poll():
+                num_results += 1
+                self._take_result(name, result)
+        return num_results
+
+    def _take_result(self, name: str, result: PullResult) -> None:
+        quarantine = self._quarantines[name]
+        if result.handle in quarantine:
+            if result.is_terminal:
+                self._report_if_terminal(quarantine.remove(result.handle))
+            return
+        pull = self._pull_of(name, result.handle)
+        if pull is None:
+            return
+        indices = pull.in_flight.pop(result.handle)
+        if result.state is PullState.FAILED:
+            if not result.is_terminal:
+                quarantine.add(result.handle, pull, len(indices))
+            self._fail(pull, result.reason, result.detail)
+            return
+        try:
+            self._verify(pull, indices)
+        except TransferError as error:
+            self._fail(pull, error.reason, str(error))
+            return
+        pull.num_bytes += result.num_bytes
+        if not pull.in_flight and not pull.waiting:
+            self._succeed(pull)
+
+    def _pull_of(self, name: str, handle: int) -> ActivePull | None:
+        for pull in self._pulls.values():
+            if handle in pull.in_flight and pull.request.descriptor.backend == name:
+                return pull
+        return None
+
+    def _verify(self, pull: ActivePull, indices: range) -> None:
+        """Compare the digests of received blocks with the announced ones."""
+        self._maybe_fail("copy")
+        local_ids = _local_ids(pull.request, indices)
+        if self._faults and self._faults.take("corrupt_block"):
+            bytes_view(self._kv_cache)[local_ids[0], 0] ^= 1
+        self._maybe_fail("verify")
+        if not pull.request.digests:
+            return
+        expected = [pull.request.digests[index] for index in indices]
+        found = block_digests(self._kv_cache, local_ids)
+        wrong = [block_id for block_id, a, b in zip(local_ids, expected, found, strict=True) if a != b]
+        if wrong:
+            raise TransferError(
+                "verify", f"{len(wrong)} of {len(found)} blocks differ from what {_peer(pull)} announced"
+            )
+
+    def _maybe_fail(self, stage: str) -> None:
+        if self._faults and self._faults.should_fail(stage):
+            raise TransferError(stage, "a test hook made it fail")
+
+    # --- ends
+
+    def _succeed(self, pull: ActivePull) -> None:
+        if self._faults and self._faults.should_fail("notify"):
+            self._fail(pull, "notify", "a test hook made it fail")
+            return
+        self._failures.note_success(_peer(pull))
+        self._report_end(pull, "", "")
+
+    def _fail(self, pull: ActivePull, reason: str, detail: str) -> None:
+        """End a request. Its READs on their way are given up, and quarantined where that is no fence."""
+        name = pull.request.descriptor.backend
+        for handle, indices in pull.in_flight.items():
+            if not self._transports[name].abort(handle):
+                self._quarantines[name].add(handle, pull, len(indices))
+        pull.in_flight.clear()
+        pull.waiting.clear()
+        self._failures.note_failure(_peer(pull), reason)
+        self._report_end(pull, reason, detail)
+
+    def abort(self, ticket: int) -> None:
+        """End a request with reason aborted; one that has ended: nothing."""
+        pull = self._pulls.get(ticket)
+        if pull is not None:
+            self._fail(pull, "aborted", "")
+
+    def _report_end(self, pull: ActivePull, reason: str, detail: str) -> None:
+        del self._pulls[pull.ticket]
+        started_s = pull.submitted_s if pull.first_read_s is None else pull.first_read_s
+        pull.outcome = PullOutcome(
+            ticket=pull.ticket,
+            ok=not reason,
+            reason=reason,
+            detail=detail,
+            num_bytes=pull.num_bytes,
+            duration_s=self._clock() - started_s,
+            is_terminal=pull.num_unended_reads == 0,
+        )
+        _call(pull.request.on_end, pull.outcome)
+
+    def _report_if_terminal(self, pull: ActivePull) -> None:
+        if pull.num_unended_reads == 0 and pull.outcome is not None:
+            _call(pull.request.on_terminal, pull.outcome)
+
+    def disconnect(self, peer: PeerId) -> None:
+        """Drop a peer; requests to it end with reason disconnected."""
+        for pull in list(self._pulls.values()):
+            if _peer(pull) == peer:
+                self._fail(pull, "disconnected", f"{peer} was dropped")
+        for transport in self._transports.values():
+            transport.disconnect(peer)
+
+    # --- quarantine and teardown
+
+    def _look_after_quarantine(self, name: str, transport: Transport) -> None:
+        """When waiting has become too expensive: let other READs end, then recreate the agent."""
+        quarantine, now_s = self._quarantines[name], self._clock()
+        if not quarantine:
+            self._draining_since_s.pop(name, None)
+            return
+        if quarantine.is_overdue:
+            self._draining_since_s.setdefault(name, now_s)
+        since_s = self._draining_since_s.get(name)
+        if since_s is not None and (not self._has_in_flight(name) or now_s - since_s >= self._drain_s):
+            self._recreate(name, transport)
+
+    def _recreate(self, name: str, transport: Transport) -> None:
+        """The fence: everything given up is terminal afterwards, and READs lost by it are posted again."""
+        _log.warning("recreating the %s agent: %d blocks are quarantined", name, self._quarantines[name].num_blocks)
+        descriptor: Descriptor | None = None
+        try:
+            descriptor = transport.recreate()
+        except TransferError:
+            _log.exception("the %s agent was destroyed, but a new one does not start; its transfers will fail", name)
+        self.num_recreated += 1
+        self._draining_since_s.pop(name, None)
+        for pull in self._pulls.values():
+            if pull.request.descriptor.backend == name:
+                pull.waiting.extendleft(pull.in_flight.values())
+                pull.in_flight.clear()
+                pull.is_connecting = False
+        for pull in self._quarantines[name].remove_all():
+            self._report_if_terminal(pull)
+        if descriptor is not None:
+            self._on_descriptor(descriptor)
+
+    def _has_in_flight(self, name: str) -> bool:
+        return any(pull.in_flight and pull.request.descriptor.backend == name for pull in self._pulls.values())
+
+    def drain(self) -> None:
+        """Fail what was not begun, and let READs on their way end: a reader that just goes may harm its peer."""
+        for pull in list(self._pulls.values()):
+            if not pull.in_flight:
+                self._fail(pull, "aborted", "this worker stops")
+        until_s = self._clock() + self._drain_s
+        while any(pull.in_flight for pull in self._pulls.values()) and self._clock() < until_s:
+            self._collect()
+            time.sleep(_DRAIN_POLL_S)
+
+    def tear_down(self) -> None:
+        """End everything and close the transports: a fence."""
+        for pull in list(self._pulls.values()):
+            self._fail(pull, "aborted", "this worker stops")
+        for name, transport in self._transports.items():
+            transport.close()
+            for pull in self._quarantines[name].remove_all():
+                self._report_if_terminal(pull)
+
+
+def _local_ids(request: PullRequest, indices: range) -> list[int]:
+    return request.local_ids[indices.start : indices.stop]
+
+
+def _peer(pull: ActivePull) -> PeerId:
+    return pull.request.descriptor.peer
+
+
+def _call(callback: OnOutcome, outcome: PullOutcome) -> None:
+    try:
+        callback(outcome)
+    except Exception:
+        _log.exception("a callback of the transfer thread failed on %s", outcome)
