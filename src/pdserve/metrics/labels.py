@@ -1,0 +1,46 @@
+"""The closed sets of label values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from prometheus_client import Counter, Gauge, Histogram
+
+BLOCK_STATES = ("free", "cached", "owned", "leased", "receiving", "quarantined")
+FINISH_REASONS = ("stop", "length", "tool_calls", "cancelled", "error")
+CODES = (200, 400, 401, 403, 404, 405, 408, 413, 415, 422, 429, 499, 500, 501, 503, 504)
+"""HTTP statuses sent; 499: the client left before there was one."""
+TTFT_STAGES = ("frontend", "queue", "schedule", "prefill", "publish")
+CANCEL_REASONS = ("client", "slow_client", "deadline", "shutdown")
+SHED_REASONS = ("queue_requests", "queue_tokens", "predicted_wait", "no_pair", "hold_timeout", "draining")
+PHASES = ("queued", "prefill", "handoff", "decode")
+"""Where a sequence was when something happened to it."""
+FAILED_REASONS = (
+    "no_capacity", "draining", "handoff_timeout", "handoff_failed", "integrity", "prefill_failed", "no_token0",
+    "prefill_timeout", "deadline", "too_long", "fingerprint", "step_failed", "restarting", "cancelled",
+)  # fmt: skip
+"""Reasons of the message Failed."""
+REDISPATCH_REASONS = (*FAILED_REASONS, "worker_gone", "lost", "no_progress", "divergence")
+"""lost: absent from two rosters."""
+JOB_RESULTS = ("accepted", "rejected", "finished", "failed", "cancelled")
+HANDOFF_REJECTIONS = ("unknown", "stale", "nonce", "generation", "geometry", "schema")
+LATE_REASONS = ("unknown", "cancelled", "finished", "stale", "nonce", "generation")
+CACHE_RESULTS = ("hit", "miss")
+BACKENDS = ("nixl", "tcp")
+TRANSFER_RESULTS = ("ok", "failed", "timeout", "aborted", "mismatch", "rejected")
+BUS_LOSSES = ("queue_full", "refused")
+
+
+def initialise(metric: Counter | Gauge | Histogram, *label_values: Iterable[str]) -> None:
+    """Create every combination of label values, so that each exists with 0 from the start."""
+    combinations: list[tuple[str, ...]] = [()]
+    for values in label_values:
+        combinations = [(*combination, value) for combination in combinations for value in values]
+    for combination in combinations:
+        metric.labels(*combination)
+
+
+def within(value: str, closed_set: tuple[str, ...], otherwise: str) -> str:
+    """The value if it belongs to the set, else `otherwise`: what arrives over the network makes no new series."""
+    assert otherwise in closed_set, f"{otherwise!r} is not in {closed_set}"
+    return value if value in closed_set else otherwise
