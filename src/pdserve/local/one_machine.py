@@ -172,7 +172,7 @@ class OneMachine:
                         id=child.spec.id,
                         pid=child.pid,
                         url=child.spec.url,
-                        metrics_url=child.spec.ready_url,
+                        metrics_url=f"{child.spec.ready_url}/metrics",
                         state=child.state,
                         niceness=child.spec.niceness,
                     )

@@ -28,7 +28,9 @@ class LocalProcess(msgspec.Struct, frozen=True, kw_only=True):
     """Worker id for workers; also the name of its log file."""
     pid: int | None
     url: str
+    """Where it answers; of gateways the API, behind which there may be several."""
     metrics_url: str
+    """Of this very process, for Prometheus; /ready, /health and /debug are its neighbours."""
     state: str
     """starting | ready | restarting | exited."""
     niceness: int = 0

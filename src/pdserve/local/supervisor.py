@@ -50,6 +50,8 @@ class Supervisor:
         if self._stop_requested.is_set():
             self._killed = True
             self._signal_all(signal.SIGKILL)
+        else:
+            self._report("up", "stopping; Ctrl-C again kills what is left")
         self._stop_requested.set()
 
     async def run(self, on_ready: Callable[[], None]) -> None:
