@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,8 +11,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from pdserve.engine.engine import Engine
+from pdserve.engine.executors.base import Executor
 from pdserve.engine.executors.transformers import TransformersExecutor
 from pdserve.models.tiny import make_model
+
+sys.path.insert(0, str(Path(__file__).parent))  # engine_oracle.py
 
 BLOCK_SIZE = 4
 
@@ -59,3 +64,29 @@ def load_executor(model_dir: Callable[[str], Path]) -> Callable[..., Transformer
         )
 
     return load
+
+
+@pytest.fixture
+def make_engine() -> Iterator[Callable[..., Engine]]:
+    """An engine around an executor; every engine made proves its ledger when the test ends."""
+    made = []
+
+    def make(executor: Executor, **options) -> Engine:
+        defaults = {
+            "num_blocks": 256,
+            "max_num_seqs": 16,
+            "max_num_batched_tokens": 64,
+            "max_wait_s": 1e9,
+            "prefix_cache": True,
+            "cache_key": b"test",
+            "eos_token_ids": frozenset({1}),
+            "watermark_blocks": 1,
+            "clock": lambda: 0.0,
+        }
+        engine = Engine(executor, **{**defaults, **options})
+        made.append(engine)
+        return engine
+
+    yield make
+    for engine in made:
+        engine.check_integrity()

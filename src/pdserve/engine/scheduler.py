@@ -218,8 +218,17 @@ class Scheduler:
         """Blocks that must stay available after an admission."""
         if not self.running or sequence.is_prefill_only:
             return 0
+        if sequence is self._last_victim and len(self.running) == 1:
+            # Beside one other it could only be the victim again: it comes back once both can grow to their ends.
+            return self.watermark_blocks + self._num_growth_blocks(sequence) + self._num_growth_blocks(self.running[0])
         # One that was preempted comes back only when it would not be the next victim at once.
         return max(self.watermark_blocks, len(self.running) if sequence.num_preemptions else 0)
+
+    def _num_growth_blocks(self, sequence: Sequence) -> int:
+        """Blocks beyond those of its present tokens that the sequence needs to reach its last one."""
+        num_left = max(0, sequence.sampling.max_tokens - sequence.next_output_index)
+        num_blocks = self._tables.num_blocks_for
+        return num_blocks(sequence.num_tokens + num_left) - num_blocks(sequence.num_tokens)
 
     def _waits_for_prefix(self, sequence: Sequence, num_hits: int, now_s: float) -> bool:
         """Whether its next prefix block is being computed by another sequence right now."""
