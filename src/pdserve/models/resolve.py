@@ -10,6 +10,8 @@ from pdserve.models.demo import DEMO_NAME, find_demo_gguf
 from pdserve.models.identity import file_fingerprint, weight_files
 from pdserve.models.store import build_once
 
+_RECIPE = "r1"
+"""Part of the names of folders made here: raised when what is made changes, so that no old one is served."""
 _HUB_PREFIX = "hf://"
 _HUB_PATTERNS = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
 
@@ -34,7 +36,7 @@ def resolve_model(source: str, home: Path, progress: Callable[[str], None]) -> P
     if source == "demo":
         return _from_gguf(find_demo_gguf(), models, progress)
     if source == "tiny":
-        return build_once(models / "tiny", "pdserve.models.tiny", [], progress)
+        return build_once(models / f"tiny-{_RECIPE}", "pdserve.models.tiny", [], progress)
     if source.startswith(_HUB_PREFIX):
         return _from_hub(source.removeprefix(_HUB_PREFIX), progress)
     path = Path(source).expanduser()
@@ -66,7 +68,7 @@ def _checked_folder(path: Path) -> Path:
 
 def _from_gguf(file: Path, models: Path, progress: Callable[[str], None]) -> Path:
     """Named by content: another file of the same name is another model."""
-    folder = models / f"{file.stem.lower()}-{file_fingerprint(file)[:8]}"
+    folder = models / f"{file.stem.lower()}-{file_fingerprint(file)[:8]}-{_RECIPE}"
     if not folder.is_dir():
         progress(f"converting {file.name} (once)")
     return build_once(folder, "pdserve.models.gguf", [str(file)], progress)

@@ -82,7 +82,7 @@ def make_model(path: Path, arch: str, seed: int) -> Path:
 def _fill(model: Any, seed: int) -> None:
     """Give every parameter values that depend on its name and the seed alone."""
     for name, parameter in model.named_parameters():
-        generator = torch.Generator().manual_seed((seed << 32) + zlib.crc32(name.encode()))
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
         noise = torch.randn(parameter.shape, generator=generator)
         if parameter.dim() > 1:
             parameter.copy_(_MATRIX_STD * noise)

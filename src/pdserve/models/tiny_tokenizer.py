@@ -7,6 +7,7 @@ apart into bytes: one emoji is four tokens, as in large vocabularies' rare chara
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -28,22 +29,32 @@ block cache"""
 
 
 def build_tokenizer() -> Tokenizer:
-    """Special tokens, then 256 bytes, then one token per prefix of each common word (with its leading blank)."""
+    """Special tokens, then 256 bytes, then what it takes to make one token of each common word, with and without
+    a leading blank."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: index for index, token in enumerate([*SPECIAL_TOKENS, *alphabet])}
-    merges: list[tuple[str, str]] = []
+    ranks: dict[tuple[str, str], int] = {}
     for word in _WORDS.split():
         for text in (word, "Ġ" + word):
-            for end in range(1, len(text)):
-                merged = text[: end + 1]
-                if merged not in vocab:
-                    vocab[merged] = len(vocab)
-                    merges.append((text[:end], text[end]))
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+            first, *others = _pieces(text, ranks)
+            for other in others:
+                ranks[first, other] = len(ranks)
+                first += other
+                vocab.setdefault(first, len(vocab))
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=list(ranks)))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
     return tokenizer
+
+
+def _pieces(text: str, ranks: dict[tuple[str, str], int]) -> list[str]:
+    """What BPE makes of a word so far: always the merge of lowest rank first."""
+    pieces = list(text)
+    while found := [(ranks[pair], index) for index, pair in enumerate(pairwise(pieces)) if pair in ranks]:
+        _, index = min(found)
+        pieces[index : index + 2] = [pieces[index] + pieces[index + 1]]
+    return pieces
 
 
 def write_tokenizer(folder: Path, max_model_len: int) -> int:
