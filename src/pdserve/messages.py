@@ -139,8 +139,6 @@ class KvWant(AttemptMessage, frozen=True, kw_only=True, tag=True):
     worker_id: str
     generation: str
     kv_signature: str
-    transport: str
-    """Descriptor of D's transport, as in its registration (base64)."""
     backend: str
     """The backend that D chose for the pair: nixl or tcp."""
 
@@ -182,10 +180,12 @@ class KvFailed(AttemptMessage, frozen=True, kw_only=True, tag=True):
 
 
 class KvRelease(AttemptMessage, frozen=True, kw_only=True, tag=True):
-    """D needs P's blocks no more (READ verified, or given up with no READ in flight)."""
+    """D needs P's blocks no more: no READ of them is in flight."""
 
     worker_id: str
     generation: str
+    is_complete: bool = True
+    """True: everything was read and verified, P may free the blocks. False: given up; another D may still come."""
 
 
 class LeaseItem(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

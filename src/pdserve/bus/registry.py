@@ -28,7 +28,7 @@ INDEX_TTLS = 20
 
 
 class Registry:
-    """Writes registrations."""
+    """Writes registrations, and reads one when it matters now."""
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
@@ -53,6 +53,15 @@ class Registry:
         keys = self._bus.keys
         key = keys.gateway(registration.gateway_id)
         await self._announce(keys.gateways, registration.gateway_id, key, registration, ttl_s)
+
+    async def worker(self, worker_id: str) -> WorkerRegistration | None:
+        """A worker's registration as it is now, or None.
+
+        Raises:
+            BusError: the bus did not answer in time.
+        """
+        (value,) = await self._bus.execute(("GET", self._bus.keys.worker(worker_id)))
+        return _read(WorkerRegistration, worker_id, value) if value is not None else None
 
     async def withdraw_worker(self, worker_id: str) -> None:
         """Take a worker's registration back."""

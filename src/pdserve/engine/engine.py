@@ -45,6 +45,11 @@ class StepOutput:
     """Decoding sequences that sat the step out for want of a block."""
     duration_s: float = 0.0
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing happened."""
+        return not (self.num_tokens or self.tokens or self.preempted)
+
 
 class Engine:
     """Runs sequences on one executor and one block pool.
@@ -91,6 +96,8 @@ class Engine:
         self.kv_cache: Tensor = executor.allocate_kv_cache(num_blocks)
         self.sequences_in_step: list[Sequence] = []
         """Those of the running, or the failed, step."""
+        self.on_admitted: Callable[[Sequence], None] = lambda sequence: None
+        """Called with each sequence that is admitted for the first time, before its first tokens are computed."""
         self._watermark_blocks = watermark_blocks
         self._clock = clock
         self._receiving: dict[AttemptKey, Sequence] = {}
@@ -100,6 +107,16 @@ class Engine:
     def block_pool(self) -> BlockPool:
         """The ledger of all blocks."""
         return self.tables.pool
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block."""
+        return self.tables.block_size
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids lie in [0, vocab_size)."""
+        return self.executor.vocab_size
 
     @property
     def has_work(self) -> bool:
@@ -235,10 +252,9 @@ class Engine:
         """No READ of this attempt can write any more; unknown: nothing."""
         self.block_pool.release(Holder(BlockState.QUARANTINED, str(key)))
 
-    def chain_hash(self, sequence: Sequence, num_tokens: int) -> bytes:
-        """Chain hash of the last full block of the first `num_tokens`; empty before the first full block."""
-        num_full = num_tokens // self.tables.block_size
-        return self.tables.chain_hashes(sequence, num_full)[-1] if num_full else b""
+    def chain_hashes(self, sequence: Sequence) -> list[bytes]:
+        """Chain hashes of all full prompt blocks. For a sequence that the engine does not know yet: any thread."""
+        return self.tables.chain_hashes(sequence, sequence.num_prompt_tokens // self.block_size)
 
     # --- the step
 
@@ -253,6 +269,8 @@ class Engine:
         self.sequences_in_step = plan.sequences
         if not plan.sequences:
             return StepOutput(preempted=plan.preempted, num_stalled=plan.num_stalled)
+        for sequence in plan.started:
+            self.on_admitted(sequence)
         logits = self.executor.run([_slice(sequence) for sequence in plan.sequences])
         samplers = [sequence for sequence in plan.sequences if _samples(sequence)]
         sampled = sample(logits, samplers, self.eos_token_ids)

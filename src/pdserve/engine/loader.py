@@ -5,9 +5,11 @@ Executors are imported when chosen: the fake one never loads transformers, and t
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -61,6 +63,7 @@ def load_executor(
     max_model_len: int | None = None,
     threads: int | None = None,
     quantization: str = "none",
+    deterministic: bool = False,
     fake: FakeOptions | None = None,
 ) -> Executor:
     """Load a model folder into the executor that fits.
@@ -75,6 +78,7 @@ def load_executor(
         max_model_len: context length, tokens; None: the model's.
         threads: CPU threads; None: as torch chooses.
         quantization: none | int8 | fp8, of the weights.
+        deterministic: demand results that depend on neither batch, chunks nor worker.
         fake: timing and mode of the fake executor.
 
     Raises:
@@ -98,7 +102,10 @@ def load_executor(
     logger.info("executor %s (%s), %s on %s", choice.name, choice.reason, weights, place)
     if threads is not None and place.type == "cpu":
         torch.set_num_threads(threads)
-    return _LOADERS[choice.name](request)
+    loaded = _LOADERS[choice.name](request)
+    if deterministic and not loaded.is_deterministic:
+        raise SettingError("DETERMINISTIC", True, f"an executor that is: cpu, not {choice.name} ({choice.reason})")
+    return loaded
 
 
 def choose_executor(model_path: Path, wanted: str, device: torch.device) -> Choice:
@@ -196,10 +203,8 @@ def _cpu_obstacle(model_path: Path) -> str | None:
         from pdserve.engine.executors.cpu import cpu_executor_supports  # noqa: PLC0415 — optional kernels
     except ImportError as error:
         return f"the CPU executor cannot be loaded ({error})"
-    from transformers import AutoConfig  # noqa: PLC0415 — not for the fake executor
-
     try:
-        config = AutoConfig.from_pretrained(model_path, local_files_only=True)
+        config: dict[str, Any] = json.loads((model_path / "config.json").read_text())
     except (OSError, ValueError) as error:
         raise ModelError(f"{model_path} is not a readable model folder: {error}") from error
     return cpu_executor_supports(config)
@@ -225,8 +230,8 @@ def _load_cpu(request: _Request) -> Executor:
         kv_dtype=request.kv_dtype,
         block_size=request.block_size,
         max_model_len=request.max_model_len,
-        threads=request.threads,
-        quantization=request.quantization,
+        num_threads=request.threads,
+        quantization=None if request.quantization == "none" else request.quantization,
     )
 
 

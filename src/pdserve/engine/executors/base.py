@@ -66,6 +66,10 @@ class Executor(Protocol):
 
     name: str
     """transformers | cpu | cuda | fake."""
+    device: torch.device
+    """Where the KV cache lies."""
+    is_deterministic: bool
+    """Whether a row's logits are bit-equal whatever shares the batch and however its prompt was cut into chunks."""
     vocab_size: int
     max_model_len: int
     kv_spec: KvCacheSpec

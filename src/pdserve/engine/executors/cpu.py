@@ -40,6 +40,7 @@ class CpuExecutor:
     """
 
     name = "cpu"
+    device = torch.device("cpu")
     is_deterministic = True
 
     def __init__(
@@ -69,15 +70,15 @@ class CpuExecutor:
         kv_dtype: torch.dtype,
         block_size: int,
         max_model_len: int | None = None,
-        quantization: str | None = None,
-        num_threads: int | None = None,
+        quantization: str = "none",
+        threads: int | None = None,
     ) -> CpuExecutor:
         """Load a local Hugging Face folder with safetensors weights.
 
         Args:
             dtype: of the weights; activations and sums are fp32 in any case.
-            quantization: None, or `int8` (weights only, one scale per output row).
-            num_threads: None takes the processors that this process may use.
+            quantization: none | int8 (weights only, one scale per output row).
+            threads: None takes the processors that this process may use.
 
         Raises:
             ModelError: the kernels cannot run this model, or its folder cannot be read.
@@ -88,7 +89,7 @@ class CpuExecutor:
             raise ModelError(f"the CPU executor cannot run {model_path}: {reason}; use executor transformers")
         shape = cpu_shape.read_shape(config)
         length = _context_length(shape.max_positions, max_model_len)
-        threads = num_threads or len(os.sched_getaffinity(0))
+        num_threads = threads or len(os.sched_getaffinity(0))
         packed = pack_model(
             Checkpoint(model_path),
             shape,
@@ -96,9 +97,9 @@ class CpuExecutor:
             kv_dtype=_served_dtype("KV_DTYPE", kv_dtype),
             block_size=block_size,
             rope=rope.rope_tables(cpu_shape.with_defaults(config), shape.head_dim, length),
-            num_threads=threads,
+            num_threads=num_threads,
         )
-        context = cpu_ops.CpuContext(threads, os.environ.get("PDS_CPU_ISA", ""))
+        context = cpu_ops.CpuContext(num_threads, os.environ.get("PDS_CPU_ISA", ""))
         return cls(packed, shape, context, kv_dtype=kv_dtype, block_size=block_size, max_model_len=length)
 
     @property
@@ -133,10 +134,10 @@ class CpuExecutor:
     def _check(self, packed: _PackedBatch) -> None:
         """The kernels read addresses: nothing out of range may reach them."""
         num_blocks = self.kv_cache.shape[0]
-        assert 0 <= min(packed.token_ids), min(packed.token_ids)
+        assert min(packed.token_ids) >= 0, min(packed.token_ids)
         assert max(packed.token_ids) < self.vocab_size, (max(packed.token_ids), self.vocab_size)
         assert packed.max_end <= self.max_model_len, (packed.max_end, self.max_model_len)
-        assert 0 <= min(packed.block_tables), min(packed.block_tables)
+        assert min(packed.block_tables) >= 0, min(packed.block_tables)
         assert max(packed.block_tables) < num_blocks, (max(packed.block_tables), num_blocks)
         for piece in packed.batch:
             end = piece.start + len(piece.token_ids)
@@ -193,10 +194,10 @@ def _context_length(longest: int, wanted: int | None) -> int:
     return wanted or longest
 
 
-def _weight_dtype(dtype: torch.dtype, quantization: str | None) -> torch.dtype:
-    if quantization not in (None, "int8"):
-        raise SettingError("QUANTIZATION", quantization, "int8, or none, with the CPU executor")
-    return torch.int8 if quantization else _served_dtype("DTYPE", dtype)
+def _weight_dtype(dtype: torch.dtype, quantization: str) -> torch.dtype:
+    if quantization not in ("none", "int8"):
+        raise SettingError("QUANTIZATION", quantization, "none or int8 with the CPU executor")
+    return torch.int8 if quantization == "int8" else _served_dtype("DTYPE", dtype)
 
 
 def _served_dtype(setting: str, dtype: torch.dtype) -> torch.dtype:

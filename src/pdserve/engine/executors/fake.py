@@ -77,6 +77,8 @@ class FakeExecutor:
     """
 
     name = "fake"
+    is_deterministic = True
+    device = torch.device("cpu")
 
     def __init__(
         self,

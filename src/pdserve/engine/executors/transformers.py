@@ -32,6 +32,8 @@ class TransformersExecutor:
         name: transformers, or cuda when it runs there.
     """
 
+    is_deterministic = False
+
     def __init__(
         self, model: Any, *, kv_dtype: torch.dtype, block_size: int, max_model_len: int, name: str = "transformers"
     ) -> None:
@@ -40,7 +42,7 @@ class TransformersExecutor:
         self.vocab_size = int(config.vocab_size)
         self.max_model_len = max_model_len
         self._model = model
-        self._device = torch.device(model.device)
+        self.device = torch.device(model.device)
         num_kv_heads, head_dim = _probe(model, int(config.num_hidden_layers))
         self.kv_spec = KvCacheSpec(int(config.num_hidden_layers), block_size, num_kv_heads, head_dim, kv_dtype)
         self._context = KvContext()
@@ -86,14 +88,14 @@ class TransformersExecutor:
     def allocate_kv_cache(self, num_blocks: int) -> Tensor:
         """Allocate the zeroed KV cache on the model's device."""
         shape = (num_blocks, *self.kv_spec.block_shape)
-        self._context.kv_cache = torch.zeros(shape, dtype=self.kv_spec.dtype, device=self._device)
+        self._context.kv_cache = torch.zeros(shape, dtype=self.kv_spec.dtype, device=self.device)
         return self._context.kv_cache
 
     @torch.no_grad()
     def run(self, batch: list[SequenceSlice]) -> Tensor:
         """One forward pass; fp32 logits `[num slices with samples, vocab_size]`."""
-        packed = _pack(batch, self.kv_spec.block_size, self._device)
-        token_ids = torch.tensor([token for piece in batch for token in piece.token_ids], device=self._device)
+        packed = _pack(batch, self.kv_spec.block_size, self.device)
+        token_ids = torch.tensor([token for piece in batch for token in piece.token_ids], device=self.device)
         last_rows = [int(end) - 1 for end in packed.query_starts[1:].tolist()]
         kept = [row for row, piece in zip(last_rows, batch, strict=True) if piece.samples]
         self._context.batch = packed
@@ -102,13 +104,13 @@ class TransformersExecutor:
                 input_ids=token_ids[None],
                 position_ids=packed.positions[None],
                 use_cache=False,
-                logits_to_keep=torch.tensor(kept, dtype=torch.long, device=self._device),
+                logits_to_keep=torch.tensor(kept, dtype=torch.long, device=self.device),
             )
         finally:
             self._context.batch = None
         logits: Tensor = output.logits[0].float()
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
         return logits
 
 

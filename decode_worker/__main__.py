@@ -1,0 +1,7 @@
+"""`python -m pdserve.decode_worker`."""
+
+import sys
+
+from pdserve.cli import run
+
+sys.exit(run("decode", sys.argv[1:]))

@@ -1,0 +1,265 @@
+"""What a worker holds for its gateways: attempts, the tokens they produced, and the memory of ended ones.
+
+Any message may be lost, doubled or late. So an attempt's tokens stay here for three heartbeats after its
+end and can be asked for again; ended and cancelled attempts leave tombstones, so that a doubled job, or a
+Cancel that overtook its job, is harmless; and a higher attempt of a sequence ends the lower ones.
+
+Pure but for the injected clock and `send`: never touches the engine or a transport.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from pdserve.engine.engine import StepOutput
+from pdserve.engine.sequence import Sequence, SequenceState
+from pdserve.messages import (
+    AttemptKey,
+    Failed,
+    Finished,
+    Message,
+    ResendTokens,
+    Roster,
+    RosterItem,
+    SequenceKey,
+    SequenceTokens,
+    Timing,
+    TokenBatch,
+    TokenLogprobs,
+)
+from pdserve.worker.jobs import Refusal
+
+Send = Callable[[str, Message], None]
+"""(gateway id, message): queue a message on that gateway's stream; never blocks."""
+
+
+@dataclass(slots=True, eq=False)
+class Attempt:
+    """One attempt on this worker. `token_ids` start at output index `first_index`."""
+
+    sequence: Sequence
+    gateway_id: str
+    received_s: float
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    num_sent: int = 0
+    timing: Timing | None = None
+    """Sent with the next tokens."""
+    finished: Finished | None = None
+    is_finish_sent: bool = False
+    ended_s: float | None = None
+
+    @property
+    def key(self) -> AttemptKey:
+        """The attempt's key."""
+        return self.sequence.key
+
+    @property
+    def first_index(self) -> int:
+        """Output index of the first token of this attempt."""
+        return self.sequence.first_output_index
+
+    @property
+    def first_token(self) -> tuple[int | None, TokenLogprobs | None]:
+        """The attempt's first output token and its logprobs, as far as known."""
+        return (
+            self.token_ids[0] if self.token_ids else None,
+            self.logprobs[0] if self.logprobs else None,
+        )
+
+    @property
+    def next_index(self) -> int:
+        """Output index of the next token."""
+        return self.first_index + len(self.token_ids)
+
+    def add_token(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
+        """Append the next token."""
+        self.token_ids.append(token_id)
+        if logprobs is not None:
+            self.logprobs.append(logprobs)
+
+    def tokens_from(self, index: int) -> SequenceTokens:
+        """All tokens from output index `index` on (from the first, when that is later)."""
+        start = max(0, index - self.first_index)
+        return SequenceTokens(
+            request_id=self.key.request_id,
+            choice=self.key.choice,
+            attempt=self.key.attempt,
+            nonce=self.key.nonce,
+            index=self.first_index + start,
+            token_ids=self.token_ids[start:],
+            logprobs=self.logprobs[start:] or None,
+            timing=self.timing,
+        )
+
+
+class Attempts:
+    """All attempts of one worker.
+
+    Args:
+        identity: current (worker id, generation).
+        send: queues a message for a gateway.
+        keep_s: how long ended attempts can be asked for their tokens (three heartbeats).
+    """
+
+    def __init__(self, identity: Callable[[], tuple[str, str]], send: Send, *, keep_s: float) -> None:
+        self._identity = identity
+        self._send = send
+        self._keep_s = keep_s
+        self._active: dict[SequenceKey, Attempt] = {}
+        self._ended: dict[AttemptKey, Attempt] = {}
+        self._tombstones: dict[AttemptKey, float] = {}
+
+    # --- membership
+
+    def is_new(self, key: AttemptKey) -> bool:
+        """Whether a job with this key should be taken: not seen before, not cancelled, not overtaken."""
+        if key in self._tombstones or key in self._ended:
+            return False
+        current = self._active.get(key.sequence)
+        return current is None or current.key.attempt < key.attempt
+
+    def older_than(self, key: AttemptKey) -> Attempt | None:
+        """The active attempt that a job with this key supersedes."""
+        current = self._active.get(key.sequence)
+        return current if current is not None and current.key.attempt < key.attempt else None
+
+    def open(self, sequence: Sequence, gateway_id: str, now_s: float) -> Attempt:
+        """Start to hold an attempt."""
+        assert sequence.key.sequence not in self._active, f"{sequence.key} is active already"
+        attempt = self._active[sequence.key.sequence] = Attempt(sequence, gateway_id, now_s)
+        return attempt
+
+    def get(self, key: AttemptKey) -> Attempt | None:
+        """The active attempt with exactly this key."""
+        attempt = self._active.get(key.sequence)
+        return attempt if attempt is not None and attempt.key == key else None
+
+    def active(self) -> list[Attempt]:
+        """All active attempts."""
+        return list(self._active.values())
+
+    def bury(self, key: AttemptKey, until_s: float) -> None:
+        """Remember that this attempt is over (or was cancelled before it came) until its deadline."""
+        self._tombstones[key] = until_s
+
+    def end(self, attempt: Attempt, now_s: float, *, keeps_tokens: bool) -> None:
+        """The attempt is over on this worker; its key stays until its deadline, its tokens for a while if wanted."""
+        if self._active.get(attempt.key.sequence) is attempt:
+            del self._active[attempt.key.sequence]
+        attempt.ended_s = now_s
+        if keeps_tokens:
+            self._ended[attempt.key] = attempt
+        self.bury(attempt.key, max(attempt.sequence.deadline_s, now_s + self._keep_s))
+
+    def is_buried(self, key: AttemptKey) -> bool:
+        """Whether this attempt is known to be over."""
+        return key in self._tombstones
+
+    def prune(self, now_s: float) -> None:
+        """Forget ended attempts and tombstones whose time has passed."""
+        for key in [k for k, a in self._ended.items() if a.ended_s is not None and a.ended_s + self._keep_s < now_s]:
+            del self._ended[key]
+        for key in [k for k, until_s in self._tombstones.items() if until_s < now_s]:
+            del self._tombstones[key]
+
+    def absorb(self, output: StepOutput) -> list[Attempt]:
+        """Take a step's tokens and finishes; returns the attempts that have something to publish."""
+        touched: dict[AttemptKey, Attempt] = {}
+        for sequence, token_id, logprobs in output.tokens:
+            if (attempt := self.get(sequence.key)) is not None:
+                attempt.add_token(token_id, logprobs)
+                touched[attempt.key] = attempt
+        for sequence in output.finished:
+            if (attempt := self.get(sequence.key)) is not None:
+                assert sequence.finish_reason is not None, sequence.key
+                self.finish(attempt, sequence.finish_reason, sequence.stop_token_id)
+                touched[attempt.key] = attempt
+        return list(touched.values())
+
+    # --- messages to gateways
+
+    def publish(self, touched: Iterable[Attempt]) -> None:
+        """Send all unsent tokens of these attempts: one TokenBatch per gateway, Finished behind it."""
+        by_gateway: dict[str, list[Attempt]] = {}
+        for attempt in touched:
+            by_gateway.setdefault(attempt.gateway_id, []).append(attempt)
+        worker_id, generation = self._identity()
+        for gateway_id, attempts in by_gateway.items():
+            items = [a.tokens_from(a.first_index + a.num_sent) for a in attempts if a.num_sent < len(a.token_ids)]
+            if items:
+                self._send(gateway_id, TokenBatch(worker_id=worker_id, generation=generation, items=items))
+            for attempt in attempts:
+                attempt.num_sent = len(attempt.token_ids)
+                attempt.timing = None
+                if attempt.finished is not None and not attempt.is_finish_sent:
+                    attempt.is_finish_sent = True
+                    self._send(gateway_id, attempt.finished)
+
+    def finish(self, attempt: Attempt, finish_reason: str, stop_token_id: int | None) -> None:
+        """Note that the sequence is complete; `publish` says so."""
+        worker_id, generation = self._identity()
+        attempt.finished = Finished(
+            **attempt.key._asdict(),
+            worker_id=worker_id,
+            generation=generation,
+            finish_reason=finish_reason,
+            num_output_tokens=attempt.next_index,
+            stop_token_id=stop_token_id,
+        )
+
+    def fail(
+        self, key: AttemptKey, gateway_id: str, reason: str, *, retryable: bool, detail: str = "", in_step: bool = False
+    ) -> None:
+        """Tell the gateway that this attempt ended here without finishing."""
+        worker_id, generation = self._identity()
+        self._send(
+            gateway_id,
+            Failed(
+                **key._asdict(),
+                worker_id=worker_id,
+                generation=generation,
+                reason=reason,
+                retryable=retryable,
+                detail=detail,
+                was_in_step=in_step,
+            ),
+        )
+
+    def refuse(self, key: AttemptKey, gateway_id: str, refusal: Refusal) -> None:
+        """Tell the gateway that a job was not taken."""
+        self.fail(key, gateway_id, refusal.reason, retryable=refusal.retryable, detail=refusal.detail)
+
+    def resend(self, message: ResendTokens) -> None:
+        """Answer a gateway that missed tokens. Unknown attempts are silent: the next roster tells it."""
+        attempt = self.get(message.key) or self._ended.get(message.key)
+        if attempt is None:
+            return
+        worker_id, generation = self._identity()
+        if message.from_index < attempt.next_index:
+            tokens = attempt.tokens_from(message.from_index)
+            batch = TokenBatch(worker_id=worker_id, generation=generation, items=[tokens])
+            self._send(message.gateway_id, batch)
+        if attempt.finished is not None:
+            self._send(message.gateway_id, attempt.finished)
+
+    def roster(self, gateway_id: str) -> Roster:
+        """Everything held for one gateway, finished attempts included while their tokens are kept."""
+        worker_id, generation = self._identity()
+        held = [*self._active.values(), *(attempt for attempt in self._ended.values() if attempt.finished is not None)]
+        items = [_roster_item(attempt) for attempt in held if attempt.gateway_id == gateway_id]
+        return Roster(worker_id=worker_id, generation=generation, items=items)
+
+    def gateway_ids(self) -> set[str]:
+        """Gateways with active attempts."""
+        return {attempt.gateway_id for attempt in self._active.values()}
+
+
+def _roster_item(attempt: Attempt) -> RosterItem:
+    state = attempt.sequence.state if attempt.finished is None else SequenceState.FINISHED
+    if attempt.ended_s is None and attempt.sequence.num_preemptions and state is SequenceState.WAITING:
+        label = "preempted"
+    else:
+        label = state.value
+    return RosterItem(**attempt.key._asdict(), state=label, next_index=attempt.next_index)

@@ -1,0 +1,30 @@
+"""Who a worker is: its id is stable, its generation is new whenever the process starts or thaws."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass, field
+
+from pdserve.transfer.base import PeerId
+
+
+def new_generation() -> str:
+    """A fresh generation; never reused."""
+    return secrets.token_hex(4)
+
+
+@dataclass(slots=True)
+class Identity:
+    """Current identity of this process; only the host renews it."""
+
+    worker_id: str
+    generation: str = field(default_factory=new_generation)
+
+    @property
+    def peer(self) -> PeerId:
+        """As peers know it."""
+        return PeerId(self.worker_id, self.generation)
+
+    def renew(self) -> None:
+        """Become another peer: everything said to the old generation is void."""
+        self.generation = new_generation()

@@ -1,0 +1,151 @@
+"""From settings to a warm engine: resolve the model, load the executor, size the block pool, run once.
+
+Says each stage as it begins (`pdserve-stage: …` on stdout, which `pdserve up` shows). After it the first
+request is as fast as the tenth.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pdserve.engine.block_pool import LedgerReport
+from pdserve.engine.engine import Engine
+from pdserve.engine.executors.base import Executor
+from pdserve.engine.executors.fake import FakeOptions
+from pdserve.engine.loader import choose_num_blocks, free_memory_bytes, load_executor
+from pdserve.engine.sequence import Sequence
+from pdserve.log import get_logger
+from pdserve.messages import AttemptKey
+from pdserve.models.card import ModelCard
+from pdserve.models.identity import kv_signature, rope_text
+from pdserve.models.resolve import home_folder, resolve_model
+from pdserve.sampling_params import SamplingParams
+from pdserve.settings import WorkerSettings
+
+logger = get_logger(__name__)
+
+_WATERMARK_RATIO = 0.02
+"""Share of the block pool that admissions leave for the growth of running sequences."""
+_NUM_WARM_UP_OUTPUT_TOKENS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A warm engine and who its model is."""
+
+    card: ModelCard
+    engine: Engine
+    kv_signature: str
+    load_s: float
+
+
+def say_stage(text: str) -> None:
+    """One progress line for whoever started this process."""
+    print(f"pdserve-stage: {text}", flush=True)
+
+
+def load_model(settings: WorkerSettings, *, clock: Callable[[], float] = time.monotonic) -> LoadedModel:
+    """Load and warm up.
+
+    Raises:
+        ModelError, SettingError: with what to do.
+    """
+    began_s = clock()
+    say_stage("loading the model")
+    path = resolve_model(settings.model, home_folder(os.environ), say_stage)
+    card = ModelCard.load(path, settings.served_model_name, settings.chat_template, settings.max_model_len)
+    executor = _load_executor(settings, card)
+    engine = _make_engine(settings, card, executor, clock)
+    say_stage("warming up")
+    warm_up(engine)
+    logger.info(
+        "%s: %d KV blocks of %d tokens (%.1f MiB each)",
+        card.served_name,
+        engine.block_pool.num_blocks,
+        engine.block_size,
+        executor.kv_spec.block_bytes / 2**20,
+    )
+    return LoadedModel(card, engine, _signature(card, executor), clock() - began_s)
+
+
+def warm_up(engine: Engine) -> LedgerReport:
+    """Run one prompt of a whole step's budget and a few decode steps; leaves nothing behind."""
+    num_tokens = min(engine.scheduler.max_num_batched_tokens, engine.executor.max_model_len // 2)
+    num_tokens = max(1, min(num_tokens, (engine.block_pool.num_blocks - 1) * engine.block_size - 8))
+    key = AttemptKey("warm-up", 0, 1, "")
+    sampling = SamplingParams(seed=0, max_tokens=_NUM_WARM_UP_OUTPUT_TOKENS, top_p=0.9, ignore_eos=True)
+    prompt = [(7 * index) % engine.vocab_size for index in range(num_tokens)]
+    engine.add(Sequence(key, prompt, num_tokens, sampling, is_cacheable=False))
+    while engine.has_work:
+        engine.step()
+    return engine.check_integrity()
+
+
+def _load_executor(settings: WorkerSettings, card: ModelCard) -> Executor:
+    fake = FakeOptions.read(
+        ttft_s=settings.fake_ttft_s,
+        itl_s=settings.fake_itl_s,
+        burst=settings.fake_burst,
+        start_s=settings.fake_start_s,
+        script=settings.fake_script,
+    )
+    return load_executor(
+        card.path,
+        executor=settings.executor,
+        dtype=settings.dtype,
+        kv_dtype=settings.kv_dtype,
+        device=settings.device,
+        block_size=settings.block_size,
+        max_model_len=card.max_model_len,
+        threads=settings.threads,
+        quantization=settings.quantization,
+        fake=fake,
+    )
+
+
+def _make_engine(settings: WorkerSettings, card: ModelCard, executor: Executor, clock: Callable[[], float]) -> Engine:
+    device = executor.device
+    num_blocks = choose_num_blocks(
+        executor.kv_spec,
+        num_blocks=settings.num_blocks,
+        kv_memory_bytes=settings.kv_memory_bytes,
+        kv_memory_fraction=settings.kv_memory_fraction,
+        free_bytes=free_memory_bytes(device),
+        device_type=device.type,
+    )
+    return Engine(
+        executor,
+        num_blocks=num_blocks,
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        max_wait_s=settings.max_wait_s,
+        prefix_cache=settings.prefix_cache,
+        cache_key=_cache_key(settings.service, card.fingerprint),
+        eos_token_ids=card.eos_token_ids,
+        watermark_blocks=int(num_blocks * _WATERMARK_RATIO),
+        clock=clock,
+    )
+
+
+def _cache_key(service: str, fingerprint: str) -> bytes:
+    """Equal on all workers of a service and model, so that P and D can compare chain hashes."""
+    return hashlib.blake2b(f"{service}\0{fingerprint}".encode(), digest_size=32, person=b"pdserve-prefix").digest()
+
+
+def _signature(card: ModelCard, executor: Executor) -> str:
+    spec = executor.kv_spec
+    config = json.loads((card.path / "config.json").read_text(encoding="utf-8"))
+    return kv_signature(
+        card.fingerprint,
+        num_layers=spec.num_layers,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        kv_dtype=str(spec.dtype),
+        block_size=spec.block_size,
+        rope=rope_text(config),
+    )

@@ -1,0 +1,229 @@
+"""Runs one worker process from its settings to its exit: what `pdserve prefill` and `pdserve decode` share.
+
+    load → transports → HTTP port → bus → register → serve → (SIGTERM) drain → close
+
+The HTTP port opens once the model is loaded; /ready says yes only when registered and able to transfer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import signal
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry
+
+from pdserve.bus.bus import Bus
+from pdserve.bus.registry import Registry, RegistryView
+from pdserve.engine.block_pool import LedgerReport
+from pdserve.faults import Faults
+from pdserve.log import get_logger, setup_logging
+from pdserve.metrics.process import ProcessMetrics, render
+from pdserve.metrics.worker import WorkerMetrics
+from pdserve.registration import Role
+from pdserve.settings import WorkerSettings
+from pdserve.transfer.choose import usable_transports
+from pdserve.worker.attempts import Attempts
+from pdserve.worker.engine_thread import EngineThread
+from pdserve.worker.host import WorkerFacts, WorkerHost
+from pdserve.worker.http import WorkerProbes, worker_app
+from pdserve.worker.http_server import HttpServer
+from pdserve.worker.identity import Identity
+from pdserve.worker.inbox import Inbox
+from pdserve.worker.load import LoadedModel, load_model, say_stage
+from pdserve.worker.policy import Policy
+from pdserve.worker.transports import TransportOptions, WorkerTransports
+from pdserve.worker.watch import WorkerWatch
+
+logger = get_logger(__name__)
+
+_STOP_ENGINE_S = 5.0
+_MAX_HEARTBEATS_KEPT = 3
+"""Tokens of finished sequences can be asked for again for this many heartbeats."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerParts:
+    """Everything that a role's policy is made of."""
+
+    identity: Identity
+    model: LoadedModel
+    engine_thread: EngineThread
+    transports: WorkerTransports
+    bus: Bus
+    registry: Registry
+    view: RegistryView
+    inbox: Inbox
+    attempts: Attempts
+    watch: WorkerWatch
+    is_draining: Callable[[], bool]
+
+
+MakePolicy = Callable[[WorkerParts], Policy]
+
+
+def run_worker(settings: WorkerSettings, role: Role, make_policy: MakePolicy) -> int:
+    """Run until SIGTERM or SIGINT; returns the exit status."""
+    identity = Identity(settings.worker_id or f"{role.value}-{secrets.token_hex(4)}")
+    setup_logging(settings.log_level, settings.log_format, process=f"{role.value} {identity.worker_id}")
+    faults = Faults.from_env(os.environ)
+    if faults is not None:
+        time.sleep(faults.delay_s("start"))
+    model = load_model(settings)
+    asyncio.run(_Worker(settings, role, identity, model, faults).run(make_policy))
+    return 0
+
+
+class _Worker:
+    """One process: builds the parts in order and takes them down in reverse."""
+
+    def __init__(
+        self, settings: WorkerSettings, role: Role, identity: Identity, model: LoadedModel, faults: Faults | None
+    ) -> None:
+        self._settings = settings
+        self._role = role
+        self._identity = identity
+        self._model = model
+        self._faults = faults
+        self._draining = asyncio.Event()
+        self._collectors = CollectorRegistry()
+
+    async def run(self, make_policy: MakePolicy) -> None:
+        settings, identity = self._settings, self._identity
+        stop = _stop_on_signals()
+        bus = Bus(settings.redis_url, settings.service, timeout_s=settings.bus_timeout_s, faults=self._faults)
+        await bus.start()
+        ProcessMetrics(self._collectors, bus)
+        parts = self._make_parts(bus)
+        parts.transports.open(*identity.peer)
+        policy = make_policy(parts)
+        parts.engine_thread.start(asyncio.get_running_loop(), policy)
+        server = HttpServer(worker_app(self._probes(parts, policy)), settings.host, settings.metrics_port)
+        host = self._make_host(parts, policy, server.port)
+        self._host = host
+        server.start()
+        view_task = asyncio.create_task(parts.view.run(), name="registry view")
+        say_stage(f"serving {self._role.value} on port {server.port}")
+        try:
+            await host.run(stop)
+            await host.drain(settings.drain_s)
+        finally:
+            view_task.cancel()
+            await parts.transports.close()
+            parts.engine_thread.stop(_STOP_ENGINE_S)
+            await bus.close()
+            await server.stop()
+
+    def _make_parts(self, bus: Bus) -> WorkerParts:
+        settings, engine = self._settings, self._model.engine
+        watch = WorkerWatch(WorkerMetrics(self._collectors), engine)
+        watch.loaded(self._model.load_s)
+        return WorkerParts(
+            identity=self._identity,
+            model=self._model,
+            engine_thread=EngineThread(engine, before_step=self._before_step),
+            transports=WorkerTransports(engine.kv_cache, self._transport_options()),
+            bus=bus,
+            registry=Registry(bus),
+            view=RegistryView(bus, settings.heartbeat_s),
+            inbox=Inbox(bus),
+            attempts=Attempts(
+                lambda: self._identity.peer,
+                lambda gateway_id, message: bus.send(bus.keys.tokens(gateway_id), message),
+                keep_s=_MAX_HEARTBEATS_KEPT * settings.heartbeat_s,
+            ),
+            watch=watch,
+            is_draining=self._draining.is_set,
+        )
+
+    def _transport_options(self) -> TransportOptions:
+        settings = self._settings
+        host = settings.transfer_host or settings.host
+        return TransportOptions(
+            setting=settings.transport,
+            kv_signature=self._model.kv_signature,
+            quarantine_s=settings.quarantine_s,
+            read_timeout_s=settings.handoff_timeout_s,
+            make=lambda: usable_transports(
+                settings.transport,
+                host=host,
+                port=settings.transfer_port,
+                advertise_host=settings.advertise_host or "",
+                progress_thread=self._model.engine.kv_cache.is_cuda,
+            ),
+            faults=self._faults,
+        )
+
+    def _make_host(self, parts: WorkerParts, policy: Policy, port: int) -> WorkerHost:
+        settings, model = self._settings, self._model
+        facts = WorkerFacts(
+            model=model.card.served_name,
+            fingerprint=model.card.fingerprint,
+            kv_signature=model.kv_signature,
+            block_size=model.engine.block_size,
+            num_blocks=model.engine.block_pool.num_blocks,
+            max_model_len=model.card.max_model_len,
+            url=f"http://{settings.advertise_host or settings.host}:{port}",
+            node=settings.node or socket.gethostname(),
+            zone=settings.zone,
+            heartbeat_s=settings.renewal_s,
+            ttl_s=settings.registration_ttl_s,
+        )
+        return WorkerHost(
+            self._identity,
+            policy,
+            facts,
+            bus=parts.bus,
+            registry=parts.registry,
+            view=parts.view,
+            inbox=parts.inbox,
+            draining=self._draining,
+            descriptors=parts.transports.announced,
+        )
+
+    def _probes(self, parts: WorkerParts, policy: Policy) -> WorkerProbes:
+        engine, thread = self._model.engine, parts.engine_thread
+
+        def health() -> str | None:
+            age_s = thread.step_age_s
+            return f"a step has been running for {age_s:.0f} s" if age_s > self._settings.step_timeout_s else None
+
+        async def ledger() -> LedgerReport:
+            return await thread.call(engine.check_integrity)
+
+        async def metrics() -> bytes:
+            with contextlib.suppress(TimeoutError):  # a step may hang: then the gauges are old
+                report = await asyncio.wait_for(thread.call(engine.block_pool.report), 1.0)
+                parts.watch.refresh(report, num_pulls=parts.transports.num_pulls, is_draining=self._draining.is_set())
+            return render(self._collectors)[0]
+
+        return WorkerProbes(
+            health=health,
+            readiness=lambda: self._host.problem or parts.transports.problem,
+            metrics=metrics,
+            ledger=ledger,
+            attempts=policy.attempts.active,
+            clock=time.monotonic,
+            faults=self._faults,
+        )
+
+    def _before_step(self) -> None:
+        """Test hook, in the engine's thread."""
+        if self._faults is not None:
+            delay_s = self._faults.delay_s("prefill" if self._role is Role.PREFILL else "step")
+            if delay_s:
+                time.sleep(delay_s)
+
+
+def _stop_on_signals() -> asyncio.Event:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    return stop

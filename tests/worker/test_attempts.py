@@ -1,0 +1,138 @@
+"""Attempts survive doubled, late and lost messages: jobs are taken once, tokens can be asked for again."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdserve.engine.sequence import Sequence
+from pdserve.messages import AttemptKey, Failed, Finished, Message, ResendTokens, TokenBatch
+from pdserve.sampling_params import SamplingParams
+from pdserve.worker.attempts import Attempt, Attempts
+
+Sent = list[tuple[str, Message]]
+
+
+def make_sequence(attempt: int = 1, *, nonce: str = "n", num_emitted: int = 0) -> Sequence:
+    return Sequence(
+        key=AttemptKey("r", 0, attempt, nonce),
+        prompt_token_ids=[1] * (5 + num_emitted),
+        num_original_prompt_tokens=5,
+        sampling=SamplingParams(seed=1, max_tokens=8),
+        deadline_s=100.0,
+    )
+
+
+@pytest.fixture
+def sent() -> Sent:
+    return []
+
+
+@pytest.fixture
+def attempts(sent: Sent) -> Attempts:
+    return Attempts(lambda: ("w", "g"), lambda gateway_id, message: sent.append((gateway_id, message)), keep_s=3.0)
+
+
+def add_tokens(attempt: Attempt, *token_ids: int) -> None:
+    for token_id in token_ids:
+        attempt.add_token(token_id, None)
+
+
+def test_the_same_job_is_taken_once_even_after_its_end(attempts: Attempts) -> None:
+    sequence = make_sequence()
+    assert attempts.is_new(sequence.key)
+    attempt = attempts.open(sequence, "gw", 0.0)
+    assert not attempts.is_new(sequence.key)
+    attempts.end(attempt, 1.0, keeps_tokens=False)
+    attempts.prune(50.0)
+    assert not attempts.is_new(sequence.key)
+    attempts.prune(101.0)
+    assert attempts.is_new(sequence.key)  # after the deadline nobody sends it any more
+
+
+def test_a_cancel_that_overtakes_its_job_stops_it(attempts: Attempts) -> None:
+    key = make_sequence().key
+    attempts.bury(key, 60.0)
+    assert not attempts.is_new(key)
+
+
+def test_a_higher_attempt_supersedes_a_lower_one_and_never_the_reverse(attempts: Attempts) -> None:
+    second = attempts.open(make_sequence(2, nonce="b"), "gw", 0.0)
+    assert not attempts.is_new(make_sequence(1, nonce="a").key)
+    third = make_sequence(3, nonce="c").key
+    assert attempts.is_new(third)
+    assert attempts.older_than(third) is second
+
+
+def test_a_step_is_one_batch_per_gateway_with_finished_behind_its_tokens(attempts: Attempts, sent: Sent) -> None:
+    a = attempts.open(make_sequence(), "gw1", 0.0)
+    other = make_sequence()
+    other.key = AttemptKey("s", 0, 1, "m")
+    b = attempts.open(other, "gw1", 0.0)
+    add_tokens(a, 10, 11)
+    add_tokens(b, 20)
+    attempts.finish(b, "length", None)
+    attempts.publish([a, b])
+    assert [type(message) for _, message in sent] == [TokenBatch, Finished]
+    batch = sent[0][1]
+    assert isinstance(batch, TokenBatch)
+    assert [(item.request_id, item.index, item.token_ids) for item in batch.items] == [
+        ("r", 0, [10, 11]),
+        ("s", 0, [20]),
+    ]
+    add_tokens(a, 12)
+    attempts.publish([a, b])
+    later = sent[2][1]
+    assert isinstance(later, TokenBatch)
+    assert [(item.index, item.token_ids) for item in later.items] == [(2, [12])]
+    assert len(sent) == 3  # Finished is not repeated by itself
+
+
+def test_indices_count_from_the_original_prompt_after_a_re_dispatch(attempts: Attempts, sent: Sent) -> None:
+    attempt = attempts.open(make_sequence(2, num_emitted=3), "gw", 0.0)
+    add_tokens(attempt, 10)
+    attempts.finish(attempt, "length", None)
+    attempts.publish([attempt])
+    batch, finished = sent[0][1], sent[1][1]
+    assert isinstance(batch, TokenBatch)
+    assert isinstance(finished, Finished)
+    assert batch.items[0].index == 3
+    assert finished.num_output_tokens == 4
+
+
+def test_finished_tokens_can_be_asked_for_again_for_a_while(attempts: Attempts, sent: Sent) -> None:
+    attempt = attempts.open(make_sequence(), "gw", 0.0)
+    add_tokens(attempt, 10, 11, 12)
+    attempts.finish(attempt, "stop", 12)
+    attempts.publish([attempt])
+    attempts.end(attempt, 1.0, keeps_tokens=True)
+    sent.clear()
+    wish = ResendTokens(**attempt.key._asdict(), gateway_id="gw", from_index=1)
+    attempts.resend(wish)
+    batch, finished = sent[0][1], sent[1][1]
+    assert isinstance(batch, TokenBatch)
+    assert isinstance(finished, Finished)
+    assert (batch.items[0].index, batch.items[0].token_ids) == (1, [11, 12])
+    assert [item.state for item in attempts.roster("gw").items] == ["finished"]
+    attempts.prune(4.1)
+    sent.clear()
+    attempts.resend(wish)
+    assert sent == []
+    assert attempts.roster("gw").items == []
+
+
+def test_a_failed_attempt_is_in_no_roster(attempts: Attempts, sent: Sent) -> None:
+    attempt = attempts.open(make_sequence(), "gw", 0.0)
+    attempts.fail(attempt.key, "gw", "no_capacity", retryable=True)
+    attempts.end(attempt, 1.0, keeps_tokens=False)
+    assert attempts.roster("gw").items == []
+    failed = sent[0][1]
+    assert isinstance(failed, Failed)
+    assert (failed.reason, failed.retryable) == ("no_capacity", True)
+
+
+def test_a_roster_tells_every_gateway_only_of_its_own(attempts: Attempts) -> None:
+    attempt = attempts.open(make_sequence(), "gw1", 0.0)
+    add_tokens(attempt, 1, 2)
+    assert attempts.roster("gw2").items == []
+    item = attempts.roster("gw1").items[0]
+    assert (item.key, item.state, item.next_index) == (attempt.key, "waiting", 2)
