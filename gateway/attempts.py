@@ -192,10 +192,7 @@ class SequenceAttempts:
 
     def cancel(self, reason: str, now_s: float) -> list[Action]:
         """Stop everywhere, in every state. No event follows."""
-        if self.is_done:
-            return []
-        self.is_done = True
-        return self._cancel_holders(reason)
+        return [] if self.is_done else self._end(reason)
 
     # --- inside
 
@@ -261,16 +258,21 @@ class SequenceAttempts:
         return self._finish(finish.finish_reason, finish.stop_token_id)
 
     def _finish(self, finish_reason: str, stop_token_id: int | None) -> list[Action]:
-        """The end. When P ended the sequence with token 0, a decode worker that waits for it is told."""
-        self.is_done = True
+        """A good end. When P ended the sequence with token 0, a decode worker that waits for it is told."""
         event = FinishedEvent(self.spec.choice, finish_reason, stop_token_id, len(self.output))
         decode = self.attempt.decode if self.attempt is not None else None
-        is_waiting = decode is not None and not decode.has_tokens and not decode.is_gone
-        return [Emit(event), *(self._cancel_holders("finished") if is_waiting else [])]
+        is_waiting = decode is not None and not decode.has_tokens
+        cancels = self._end("finished")
+        return [Emit(event), *(cancels if is_waiting else [])]
 
     def _fail(self, error: RequestError, reason: str = "failed") -> list[Action]:
-        self.is_done = True
-        return [*self._cancel_holders(reason), Fail(error)]
+        return [*self._end(reason), Fail(error)]
+
+    def _end(self, reason: str) -> list[Action]:
+        """Whatever comes from now on is late."""
+        cancels = self._cancel_holders(reason)
+        self.is_done, self.attempt = True, None
+        return cancels
 
     def _ask_resend(self, holder: Assignment, now_s: float) -> list[Action]:
         attempt = self._attempt
