@@ -33,6 +33,10 @@ class ModelTokenizer:
         self.special_tokens = special_tokens
         self.token_bytes = TokenBytes.of(tokenizer)
         added = tokenizer.get_added_tokens_decoder().values()
+        self.special_ids = frozenset(
+            index for index, token in tokenizer.get_added_tokens_decoder().items() if token.special
+        )
+        """Ids whose text is not shown to clients unless they ask."""
         special = {token.content for token in added if token.special} | set(special_tokens.values())
         written = {t.content for t in added if t.content in output_literals and not t.content.isspace()}
         self.control_tokens = ControlTokens(frozenset(special | written), frozenset(token.content for token in added))

@@ -140,7 +140,8 @@ TOOLS = """{% if tools %}<|im_start|>system
 <|im_start|>{{ message.role }}
 {% if message.content is string %}{{ message.content }}{% elif message.content %}
 {%- for part in message.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}{% endif %}
-{%- for call in message.tool_calls or [] %}<tool_call>{{ call.function.name }}: {{ call.function.arguments | tojson }}</tool_call>
+{%- for call in message.tool_calls or [] -%}
+<tool_call>{{ call.function.name }}: {{ call.function.arguments | tojson }}</tool_call>
 {%- endfor %}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""

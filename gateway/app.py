@@ -1,0 +1,79 @@
+"""The HTTP application: which path leads where, and one shape for every error.
+
+FastAPI routes; the endpoints that generate are plain ASGI apps (endpoint.py), so that nothing stands between a token
+and the socket. Never imports torch or transformers.
+"""
+
+from __future__ import annotations
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.routing import Route
+
+from pdserve.errors import InvalidRequestError, RequestError
+from pdserve.gateway.chat import chat_completions
+from pdserve.gateway.completions import completions
+from pdserve.gateway.endpoint import PostEndpoint
+from pdserve.gateway.error_body import error_response, http_error, internal_error
+from pdserve.gateway.frontend import Frontend
+from pdserve.gateway.system_routes import SystemView, add_system_routes
+from pdserve.gateway.text_routes import add_text_routes
+
+_SENTENCES = {404: "There is nothing at this path.", 405: "This path does not take this method."}
+
+
+def create_app(frontend: Frontend, view: SystemView) -> FastAPI:
+    """The API of one gateway."""
+    app = _new_app()
+    generating = {
+        "/v1/chat/completions": PostEndpoint(frontend, chat_completions, "chatcmpl", is_generation=True),
+        "/v1/completions": PostEndpoint(frontend, completions, "cmpl", is_generation=True),
+    }
+    app.router.routes.extend(Route(path, endpoint, methods=["POST"]) for path, endpoint in generating.items())
+    add_text_routes(app, frontend)
+    add_system_routes(app, view)
+    return app
+
+
+def create_system_app(view: SystemView) -> FastAPI:
+    """Only health, readiness, metrics and test hooks: what listens on METRICS_PORT."""
+    app = _new_app()
+    add_system_routes(app, view)
+    return app
+
+
+def _new_app() -> FastAPI:
+    app = FastAPI(title="pdserve", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+    app.add_exception_handler(RequestError, _answer_request_error)
+    app.add_exception_handler(HTTPException, _answer_http_error)
+    app.add_exception_handler(RequestValidationError, _answer_validation_error)
+    app.add_exception_handler(Exception, _answer_unexpected)
+    return app
+
+
+def _response(error: RequestError, extra: dict[str, str] | None = None) -> Response:
+    status, headers, body = error_response(error)
+    named = {name.decode(): value.decode() for name, value in headers}
+    return Response(body, status_code=status, headers={**named, **(extra or {})})
+
+
+async def _answer_request_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestError), error
+    return _response(error)
+
+
+async def _answer_http_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException), error
+    allowed = {name: value for name, value in (error.headers or {}).items() if name.lower() == "allow"}
+    return _response(http_error(error.status_code, _SENTENCES.get(error.status_code)), allowed)
+
+
+async def _answer_validation_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError), error
+    return _response(InvalidRequestError("The request is not valid.", code="invalid_value"))
+
+
+async def _answer_unexpected(_: Request, error: Exception) -> Response:
+    del error  # logged by the server
+    return _response(internal_error())

@@ -1,0 +1,110 @@
+"""The socket side: uvicorn on uvloop and httptools, with bounded buffers, and stopped by its owner alone.
+
+What a client has not read is kept up to `stream_buffer_bytes`; beyond that writing waits, and sse.py gives the client
+up after its stall timeout. The kernel closes connections whose peer has vanished in the same time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Generator
+from typing import Any, cast
+
+import uvicorn
+from fastapi import FastAPI
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+_BACKLOG = 2048
+
+
+def listen(host: str, port: int, *, is_shared: bool = False) -> socket.socket:
+    """A listening TCP socket; `is_shared`: other processes listen on the same port, the kernel spreads connections.
+
+    Raises:
+        OSError: the address is in use or not ours.
+    """
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    sock = socket.socket(family, kind, protocol)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if is_shared:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        sock.bind(address)
+        sock.listen(_BACKLOG)
+        sock.setblocking(False)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def url_of(sock: socket.socket, host: str | None = None) -> str:
+    """`http://host:port` of a listening socket."""
+    bound, port = sock.getsockname()[:2]
+    name = host or bound
+    return f"http://{f'[{name}]' if ':' in name else name}:{port}"
+
+
+class HttpServer:
+    """One listener. `run` serves until `stop`, which waits for nothing: its owner has drained before."""
+
+    def __init__(
+        self, app: FastAPI, sock: socket.socket, *, stream_buffer_bytes: int = 1 << 20, stall_timeout_s: float = 30.0
+    ) -> None:
+        self._sock = sock
+        config = uvicorn.Config(
+            app,
+            http=_bounded_protocol(stream_buffer_bytes, stall_timeout_s),
+            ws="none",
+            lifespan="off",
+            access_log=False,
+            log_config=None,
+            server_header=False,
+            timeout_graceful_shutdown=1,
+        )
+        self._server = _OwnedServer(config)
+
+    async def run(self) -> None:
+        """Serve until stopped."""
+        await self._server.serve(sockets=[self._sock])
+
+    async def wait_until_listening(self) -> None:
+        """Return once connections are answered."""
+        await self._server.has_started.wait()
+
+    def stop(self) -> None:
+        """Close the listener and all connections."""
+        self._server.should_exit = True
+
+
+class _OwnedServer(uvicorn.Server):
+    """Leaves signals to the process it runs in, and says when it listens."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.has_started = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.has_started.set()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+
+def _bounded_protocol(stream_buffer_bytes: int, stall_timeout_s: float) -> type[asyncio.Protocol]:
+    """The HTTP protocol with this process's limits on every connection."""
+
+    class BoundedProtocol(HttpToolsProtocol):
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            transport.set_write_buffer_limits(high=stream_buffer_bytes)
+            sock = cast("socket.socket | None", transport.get_extra_info("socket"))
+            option: Any = getattr(socket, "TCP_USER_TIMEOUT", None)
+            if sock is not None and option is not None and sock.family != socket.AF_UNIX:
+                sock.setsockopt(socket.IPPROTO_TCP, option, int(1000 * stall_timeout_s))
+
+    return BoundedProtocol

@@ -1,0 +1,187 @@
+"""A dispatcher that plays scripts instead of asking workers, and a real HTTP server around it."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncIterator, Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from pdserve.errors import RequestError
+from pdserve.gateway.app import create_app
+from pdserve.gateway.chat_prompt import ChatPrompts
+from pdserve.gateway.frontend import Frontend, FrontendLimits
+from pdserve.gateway.request import FailedEvent, FinishedEvent, Generation, GenerationRequest, TokensEvent
+from pdserve.gateway.server import HttpServer, listen, url_of
+from pdserve.gateway.system_routes import SystemView
+from pdserve.messages import TokenLogprobs
+from pdserve.models.card import ModelCard
+
+Step = list[int] | str | RequestError | asyncio.Event
+"""Tokens that come together; a finish reason; a failure; or something to wait for."""
+Script = Callable[[GenerationRequest, int], Iterable[Step]]
+
+
+@dataclass
+class ScriptedDispatcher:
+    """Plays `script(request, choice)` for every choice, with max_tokens and made-up log-probabilities."""
+
+    script: Script
+    max_total_tokens: int | None = 4096
+    is_ready: bool = True
+    eos_token_ids: frozenset[int] = frozenset()
+    num_cached_tokens: int = 0
+    refusal: RequestError | None = None
+    requests: list[GenerationRequest] = field(default_factory=list)
+    cancels: list[tuple[str, str]] = field(default_factory=list)
+    finished_choices: list[int] = field(default_factory=list)
+    cancelled: asyncio.Event = field(default_factory=asyncio.Event)
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+
+    def submit(self, request: GenerationRequest) -> Generation:
+        if self.refusal is not None:
+            raise self.refusal
+        self.requests.append(request)
+        generation = Generation(
+            request,
+            on_cancel=lambda reason: self._note_cancel(request.request_id, reason),
+            on_finish_choice=self.finished_choices.append,
+            clock=time.monotonic,
+        )
+        generation.num_cached_tokens = self.num_cached_tokens
+        now_s = time.monotonic()
+        generation.waterfall.note_queued(now_s)
+        task = asyncio.create_task(self._play(generation))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return generation
+
+    async def _play(self, generation: Generation) -> None:
+        for choice in range(generation.request.n):
+            generation.waterfall.note_dispatched(choice, time.monotonic())
+        await asyncio.gather(*[self._play_choice(generation, choice) for choice in range(generation.request.n)])
+
+    async def _play_choice(self, generation: Generation, choice: int) -> None:
+        request, index, last = generation.request, 0, -1
+        limit = request.sampling.max_tokens
+        for step in self.script(request, choice):
+            if isinstance(step, asyncio.Event):
+                await step.wait()
+            elif isinstance(step, RequestError):
+                generation.push(FailedEvent(step))
+                return
+            elif isinstance(step, str):
+                stop_id = last if step == "stop" and last in self._stop_ids(request) else None
+                generation.push(FinishedEvent(choice, step, stop_id, index))
+                return
+            else:
+                ids = step[: limit - index]
+                for offset in range(len(ids)):
+                    generation.waterfall.note_token(choice, index + offset, time.monotonic())
+                logprobs = [_logprobs(request, token_id) for token_id in ids] if request.sampling.logprobs is not None else None
+                generation.push(TokensEvent(choice, index, list(ids), logprobs))
+                index, last = index + len(ids), ids[-1] if ids else last
+                if index >= limit:
+                    break
+        generation.push(FinishedEvent(choice, "length", None, index))
+
+    def _stop_ids(self, request: GenerationRequest) -> frozenset[int]:
+        return self.eos_token_ids | set(request.sampling.stop_token_ids)
+
+    def _note_cancel(self, request_id: str, reason: str) -> None:
+        self.cancels.append((request_id, reason))
+        self.cancelled.set()
+
+
+def _logprobs(request: GenerationRequest, token_id: int) -> TokenLogprobs:
+    """The token itself, the next id, then a masked one."""
+    count = request.sampling.logprobs or 0
+    alternatives = [(token_id, -0.25), (token_id + 1, -1.5), (3, float("-inf"))][:count]
+    return TokenLogprobs(
+        logprob=-0.25, top_token_ids=[token for token, _ in alternatives], top_logprobs=[lp for _, lp in alternatives]
+    )
+
+
+@dataclass
+class Service:
+    """A running gateway without workers."""
+
+    url: str
+    client: httpx.AsyncClient
+    dispatcher: ScriptedDispatcher
+    frontend: Frontend
+    sock: Any
+
+    def ids(self, text: str) -> list[int]:
+        return self.frontend.prompts.tokenizer.encode(text)
+
+    async def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
+        return await self.client.post(path, json=body, **options)
+
+
+@asynccontextmanager
+async def running(
+    model: Path, script: Script, limits: FrontendLimits | None = None, **options: Any
+) -> AsyncIterator[Service]:
+    """Serve on a free port until the block ends."""
+    card = ModelCard.load(model, served_name="tiny")
+    faults = options.pop("faults", None)
+    server_options = {name: options.pop(name) for name in ("stream_buffer_bytes", "stall_timeout_s") if name in options}
+    dispatcher = ScriptedDispatcher(script, eos_token_ids=card.eos_token_ids, **options)
+    seeds = itertools.count(1)
+    with ThreadPoolExecutor(2) as executor:
+        frontend = Frontend(
+            card,
+            ChatPrompts.load(card.path, card.chat_template),
+            dispatcher,
+            executor,
+            draw_seed=lambda: next(seeds),
+            limits=limits or FrontendLimits(),
+            has_pins=faults is not None,
+        )
+        view = SystemView(
+            is_ready=lambda: dispatcher.is_ready,
+            is_draining=lambda: frontend.is_draining,
+            render_metrics=lambda: (b"pd_bus_up 1.0\n", "text/plain; version=0.0.4"),
+            faults=faults,
+        )
+        sock = listen("127.0.0.1", 0)
+        server = HttpServer(create_app(frontend, view), sock, **server_options)
+        task = asyncio.create_task(server.run())
+        await server.wait_until_listening()
+        async with httpx.AsyncClient(base_url=url_of(sock), timeout=30) as client:
+            yield Service(url_of(sock), client, dispatcher, frontend, sock)
+        server.stop()
+        await task
+
+
+def speak(text: str, *, reason: str = "stop", together: int = 1) -> Script:
+    """A script that says `text`, `together` tokens at a time; the ids are those of the tiny model."""
+    from pdserve.models.tiny_tokenizer import build_tokenizer
+
+    ids = build_tokenizer().encode(text).ids
+    return lambda request, choice: [*[ids[n : n + together] for n in range(0, len(ids), together)], reason]
+
+
+def events_of(text: str) -> list[dict[str, Any] | str]:
+    """Parse a stream strictly: each event an id line and a data line, `[DONE]` as text."""
+    import json
+
+    events: list[dict[str, Any] | str] = []
+    for block in text.removesuffix("\n\n").split("\n\n"):
+        if block.startswith(":"):
+            continue
+        id_line, data_line = block.split("\n")
+        assert id_line.startswith("id: "), block
+        assert id_line.endswith(f":{len(events)}"), block
+        assert data_line.startswith("data: "), block
+        data = data_line.removeprefix("data: ")
+        events.append(data if data == "[DONE]" else json.loads(data, parse_constant=lambda name: 1 / 0))
+    return events
