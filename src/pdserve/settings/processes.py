@@ -284,5 +284,6 @@ class DecodeSettings(WorkerSettings):
 
 
 PROCESSES: tuple[type[SharedSettings], ...] = (GatewaySettings, PrefillSettings, DecodeSettings)
-NAMES_READ_ELSEWHERE = frozenset({"HOME", "FAULTS", "PRODUCTION", "CONFIG"})
-"""Names of the environment (`PDS_…`) that are no field of any process: cache folder, test hooks, `--config`."""
+NAMES_READ_ELSEWHERE = frozenset({"HOME", "FAULTS", "PRODUCTION", "CONFIG", "CPU_KERNELS", "KUBE_BINARIES", "TRACES"})
+"""Names of the environment (`PDS_…`) that are no field of any process: cache folder, test hooks, `--config`, the
+switch of the CPU kernels, and where tests find large inputs."""
