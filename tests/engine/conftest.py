@@ -74,7 +74,7 @@ def make_engine() -> Iterator[Callable[..., Engine]]:
     def make(executor: Executor, **options) -> Engine:
         defaults = {
             "num_blocks": 256,
-            "max_num_seqs": 16,
+            "max_num_seqs": min(16, options.get("max_num_batched_tokens", 64)),
             "max_num_batched_tokens": 64,
             "max_wait_s": 1e9,
             "prefix_cache": True,

@@ -230,8 +230,8 @@ def _load_cpu(request: _Request) -> Executor:
         kv_dtype=request.kv_dtype,
         block_size=request.block_size,
         max_model_len=request.max_model_len,
-        num_threads=request.threads,
-        quantization=None if request.quantization == "none" else request.quantization,
+        threads=request.threads,
+        quantization=request.quantization,
     )
 
 
