@@ -34,7 +34,7 @@ def make_policy(parts: WorkerParts, settings: PrefillSettings) -> PrefillWorker:
         kv_signature=parts.model.kv_signature,
         block_digests=(lambda ids: block_digests(engine.kv_cache, ids)) if settings.integrity == "full" else None,
     )
-    worker = PrefillWorker(
+    return PrefillWorker(
         parts.identity,
         engine,
         parts.engine_thread,
@@ -48,4 +48,3 @@ def make_policy(parts: WorkerParts, settings: PrefillSettings) -> PrefillWorker:
         is_gateway_gone=parts.view.is_gateway_gone,
         is_draining=parts.is_draining,
     )
-    return worker

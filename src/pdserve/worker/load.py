@@ -109,15 +109,7 @@ def _load_executor(settings: WorkerSettings, card: ModelCard) -> Executor:
 
 
 def _make_engine(settings: WorkerSettings, card: ModelCard, executor: Executor, clock: Callable[[], float]) -> Engine:
-    device = executor.device
-    num_blocks = choose_num_blocks(
-        executor.kv_spec,
-        num_blocks=settings.num_blocks,
-        kv_memory_bytes=settings.kv_memory_bytes,
-        kv_memory_fraction=settings.kv_memory_fraction,
-        free_bytes=free_memory_bytes(device),
-        device_type=device.type,
-    )
+    num_blocks = _num_blocks(settings, executor)
     return Engine(
         executor,
         num_blocks=num_blocks,
@@ -130,6 +122,23 @@ def _make_engine(settings: WorkerSettings, card: ModelCard, executor: Executor, 
         watermark_blocks=int(num_blocks * _WATERMARK_RATIO),
         clock=clock,
     )
+
+
+def _num_blocks(settings: WorkerSettings, executor: Executor) -> int:
+    """As set; else what the memory holds, but no more than all sequences at full length could ever use."""
+    device = executor.device
+    num_blocks = choose_num_blocks(
+        executor.kv_spec,
+        num_blocks=settings.num_blocks,
+        kv_memory_bytes=settings.kv_memory_bytes,
+        kv_memory_fraction=settings.kv_memory_fraction,
+        free_bytes=free_memory_bytes(device),
+        device_type=device.type,
+    )
+    if settings.num_blocks is not None or settings.kv_memory_bytes is not None:
+        return num_blocks
+    blocks_per_sequence = -(-executor.max_model_len // executor.kv_spec.block_size)
+    return min(num_blocks, settings.max_num_seqs * blocks_per_sequence)
 
 
 def _cache_key(service: str, fingerprint: str) -> bytes:
