@@ -70,6 +70,7 @@ class Bus:
         self._reconnect_callbacks: list[Callable[[], None]] = []
         self._has_messages = asyncio.Event()
         self._check_now = asyncio.Event()
+        self._answered = asyncio.Event()
         self._progress = asyncio.Condition()
         self._num_settled = 0
         self._tasks: list[asyncio.Task[None]] = []
@@ -215,8 +216,16 @@ class Bus:
                 if not isinstance(error.__cause__, ResponseError):
                     self._server.lost()
                 self._check_now.set()
-            await asyncio.sleep(retry_s if entries else 0)
-            retry_s = min(2 * retry_s, LAST_RETRY_S)
+            if entries:
+                await self._wait_for_an_answer(retry_s)
+                retry_s = min(2 * retry_s, LAST_RETRY_S)
+
+    async def _wait_for_an_answer(self, at_most_s: float) -> None:
+        self._answered.clear()
+        await asyncio.sleep(FIRST_RETRY_S)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(at_most_s):
+                await self._answered.wait()
 
     async def _write(self, entries: dict[str, bytes]) -> list[Any]:
         commands: list[Command] = []
@@ -279,6 +288,7 @@ class Bus:
     async def _note_answer(self, run_id: str, now_s: float) -> None:
         is_first, num_reconnects = self._server.run_id is None, self._server.num_reconnects
         is_new_server = self._server.answered(run_id, now_s)
+        self._answered.set()
         if is_first or is_new_server:
             await self._warn_if_it_evicts()
         if self._server.num_reconnects != num_reconnects:

@@ -21,21 +21,22 @@ from pdserve.errors import BusError
 Command = tuple[str | bytes | int | float, ...]
 
 
-def new_client(url: str, *, timeout_s: float, block_s: float = 0.0, max_connections: int = 1) -> Redis:
-    """A client with connections of its own.
+def new_client(url: str, *, timeout_s: float, max_connections: int = 1) -> Redis:
+    """A client with connections of its own; to be used through `run_commands`, which bounds every call.
 
     Args:
         url: redis://, rediss:// or unix://.
-        timeout_s: to connect, and for each reply.
-        block_s: how long the server may hold a blocking command before its reply is due.
+        timeout_s: to connect, and to wait for a free connection.
         max_connections: more calls at once wait for each other.
     """
+    # No socket_timeout: with one, redis-py sends through asyncio.wait_for, which swallows a cancellation on
+    # Python 3.11, so that a cancelled reader would go on reading.
     pool: BlockingConnectionPool = BlockingConnectionPool.from_url(
         url,
         max_connections=max_connections,
         timeout=timeout_s,
         protocol=2,
-        socket_timeout=timeout_s + block_s,
+        socket_timeout=None,
         socket_connect_timeout=timeout_s,
         retry=Retry(NoBackoff(), 0),
     )

@@ -85,7 +85,7 @@ class StreamReader:
             await asyncio.sleep(retry_s)
 
     async def _read_until_it_fails(self) -> None:
-        client = new_client(self._bus.url, timeout_s=self._bus.timeout_s, block_s=BLOCK_S)
+        client = new_client(self._bus.url, timeout_s=self._bus.timeout_s)
         try:
             await self._meet_server(client)
             while True:
