@@ -29,9 +29,12 @@ _Place = tuple[str, int, int, int, int]
 
 def map_memory(num_bytes: int) -> Tensor:
     """A zeroed uint8 tensor on memory of its own, in huge pages where the system grants them."""
-    mapping = mmap.mmap(-1, max(num_bytes, 1))
     if hasattr(mmap, "MADV_HUGEPAGE"):
+        # Private: a shared mapping is kept in files of the memory file system, which has no huge pages by default.
+        mapping = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         mapping.madvise(mmap.MADV_HUGEPAGE)
+    else:
+        mapping = mmap.mmap(-1, max(num_bytes, 1))
     return torch.frombuffer(mapping, dtype=torch.uint8)
 
 
