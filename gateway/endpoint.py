@@ -43,12 +43,13 @@ class PostEndpoint:
         frontend = self.frontend
         headers = dict(scope["headers"])
         call = self._call(headers, send)
-        frontend.num_active += self.is_generation
-        try:
+        if not self.is_generation:
             await self._serve(call, headers, receive)
-        finally:
-            frontend.num_active -= self.is_generation
-            if self.is_generation:
+            return
+        with frontend.active():
+            try:
+                await self._serve(call, headers, receive)
+            finally:
                 call.record.duration_s = frontend.clock() - call.received_s
                 frontend.observer.ended(call.record)
 

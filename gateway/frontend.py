@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import ParamSpec, Protocol, TypeVar
 
@@ -84,6 +85,23 @@ class Frontend:
     is_draining: bool = False
     num_active: int = 0
     """Requests for tokens that have not ended."""
+    _idle: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """A request for tokens is in hand."""
+        self.num_active += 1
+        try:
+            yield
+        finally:
+            self.num_active -= 1
+            self._idle.set()
+
+    async def wait_until_idle(self) -> None:
+        """Return once no request for tokens is in hand."""
+        while self.num_active:
+            self._idle.clear()
+            await self._idle.wait()
 
     async def in_thread(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run CPU work off the loop."""

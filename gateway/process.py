@@ -1,0 +1,249 @@
+"""One gateway process from its parts to its exit.
+
+    bus → dispatcher → HTTP ports → register → serve → (SIGTERM) drain → withdraw → close
+
+Draining: the ports stay open and answer new requests with 503 while streams end, the registration stays so that
+workers go on, and what is left after DRAIN_S ends with an error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import secrets
+import signal
+import socket
+from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from pdserve.bus.bus import Bus
+from pdserve.bus.registry import Registry, RegistryView
+from pdserve.errors import BusError
+from pdserve.faults import Faults
+from pdserve.gateway.app import create_app, create_system_app
+from pdserve.gateway.chat_prompt import ChatPrompts
+from pdserve.gateway.counting import GatewayCounting
+from pdserve.gateway.dispatch import Dispatcher
+from pdserve.gateway.door import DoorLimits
+from pdserve.gateway.frontend import Frontend, FrontendLimits
+from pdserve.gateway.outcomes import RetryLimits
+from pdserve.gateway.pump import WaitLimits
+from pdserve.gateway.server import HttpServer, listen, url_of
+from pdserve.gateway.system_routes import SystemView
+from pdserve.log import get_logger
+from pdserve.metrics import GatewayMetrics, ProcessMetrics, render
+from pdserve.models.card import ModelCard
+from pdserve.registration import GatewayRegistration, WorkerState
+from pdserve.settings import GatewaySettings
+
+_log = get_logger(__name__)
+
+_LAST_WRITES_S = 2.0
+"""After the last request has ended: for its bytes to leave."""
+
+
+class GatewayProcess:
+    """Builds the parts in order and takes them down in reverse."""
+
+    def __init__(
+        self, settings: GatewaySettings, gateway_id: str, card: ModelCard, prompts: ChatPrompts, faults: Faults | None
+    ) -> None:
+        self._settings, self._gateway_id, self._faults = settings, gateway_id, faults
+        self._generation = secrets.token_hex(4)
+        self._collectors = CollectorRegistry()
+        self._bus = Bus(settings.redis_url, settings.service, timeout_s=settings.bus_timeout_s, faults=faults)
+        self._registry = Registry(self._bus)
+        self._view = RegistryView(self._bus, settings.heartbeat_s)
+        ProcessMetrics(self._collectors, self._bus)
+        counting = GatewayCounting(_metrics(self._collectors, settings, card))
+        self._dispatcher = _dispatcher(self._bus, self._view, card, gateway_id, settings, counting)
+        # Encoding releases the interpreter lock: more threads than cores would only wait.
+        self._executor = ThreadPoolExecutor(max(2, os.cpu_count() or 2), thread_name_prefix="text")
+        self._frontend = Frontend(
+            card,
+            prompts,
+            self._dispatcher,
+            self._executor,
+            draw_seed=_seeds(settings.seed),
+            limits=_limits(settings),
+            observer=counting,
+            has_pins=faults is not None,
+        )
+        self._stop = asyncio.Event()
+        self._announce_now = asyncio.Event()
+        self._bus.on_new_server(self._announce_now.set)
+
+    async def run(self) -> None:
+        """Serve until SIGTERM or SIGINT."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._stop.set)
+        api_socket, system_socket = self._listen()
+        await self._bus.start()
+        servers = self._servers(api_socket, system_socket)
+        background = [
+            self._view.run(),
+            self._dispatcher.run(),
+            self._announce_forever(api_socket, system_socket),
+            *(server.run() for server in servers),
+        ]
+        try:
+            await _run_until(self._stop, background, self._drain)
+        finally:
+            self._executor.shutdown(wait=False, cancel_futures=True)
+            with contextlib.suppress(BusError):
+                await self._registry.withdraw_gateway(self._gateway_id)
+            await self._bus.close()
+
+    def _listen(self) -> tuple[socket.socket, socket.socket | None]:
+        """The API's socket, and that of METRICS_PORT; with one of its own, the API's port may be shared."""
+        settings = self._settings
+        has_own_port = settings.metrics_port != 0
+        api = listen(settings.host, settings.port, is_shared=has_own_port)
+        return api, listen(settings.host, settings.metrics_port) if has_own_port else None
+
+    def _servers(self, api_socket: socket.socket, system_socket: socket.socket | None) -> list[HttpServer]:
+        settings = self._settings
+        self._api_url = url_of(api_socket, settings.advertise_host)
+        app = create_app(self._frontend, self._system_view(is_shared=system_socket is not None))
+        servers = [
+            HttpServer(
+                app,
+                api_socket,
+                stream_buffer_bytes=settings.stream_buffer_bytes,
+                stall_timeout_s=settings.client_stall_timeout_s,
+            )
+        ]
+        if system_socket is not None:
+            servers.append(HttpServer(create_system_app(self._system_view(is_shared=False)), system_socket))
+        print(f"pdserve-stage: serving at {self._api_url}", flush=True)
+        return servers
+
+    def _system_view(self, *, is_shared: bool) -> SystemView:
+        frontend = self._frontend
+        return SystemView(
+            is_ready=lambda: self._dispatcher.is_ready,
+            is_draining=lambda: frontend.is_draining,
+            render_metrics=lambda: render(self._collectors),
+            faults=self._faults,
+            other_metrics_urls=self._metrics_urls if is_shared else list,
+        )
+
+    def _metrics_urls(self) -> list[str]:
+        """Of all gateways behind our port, when there are several."""
+        behind = [g.metrics_url for g in self._view.gateways.values() if g.url == self._api_url]
+        return sorted(behind) if len(behind) > 1 else []
+
+    async def _announce_forever(self, api_socket: socket.socket, system_socket: socket.socket | None) -> None:
+        settings = self._settings
+        metrics_url = f"{url_of(system_socket or api_socket, settings.advertise_host)}/metrics"
+        while True:
+            self._announce_now.clear()
+            registration = GatewayRegistration(
+                gateway_id=self._gateway_id,
+                generation=self._generation,
+                pid=os.getpid(),
+                url=self._api_url,
+                metrics_url=metrics_url,
+                state=WorkerState.DRAINING if self._frontend.is_draining else WorkerState.READY,
+            )
+            try:
+                await self._registry.announce_gateway(registration, settings.registration_ttl_s)
+            except BusError as error:
+                _log.debug("cannot register: %s", error)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(settings.heartbeat_s):
+                    await self._announce_now.wait()
+
+    async def _drain(self) -> None:
+        self._frontend.is_draining = True
+        self._announce_now.set()
+        _log.info("draining: %d requests in hand", self._frontend.num_active)
+        await self._dispatcher.drain(self._settings.drain_s)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LAST_WRITES_S):
+                await self._frontend.wait_until_idle()
+
+
+async def _run_until(
+    stop: asyncio.Event, background: list[Coroutine[Any, Any, None]], drain: Callable[[], Awaitable[None]]
+) -> None:
+    """Run everything until `stop` is set and drained; a background task that ends by itself is an error."""
+    tasks = [asyncio.create_task(coroutine) for coroutine in background]
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait([*tasks, stopping], return_when=asyncio.FIRST_COMPLETED)
+        if stopping.done():
+            await drain()
+        for task in tasks:
+            if task.done():
+                task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        stopping.cancel()
+        await asyncio.gather(*tasks, stopping, return_exceptions=True)
+
+
+def _metrics(collectors: CollectorRegistry, settings: GatewaySettings, card: ModelCard) -> GatewayMetrics:
+    return GatewayMetrics(
+        collectors,
+        model=card.served_name,
+        ttft_slo_s=settings.ttft_slo_s,
+        tpot_slo_s=settings.tpot_slo_s,
+        handoff_slo_s=settings.handoff_slo_s,
+    )
+
+
+def _dispatcher(
+    bus: Bus,
+    view: RegistryView,
+    card: ModelCard,
+    gateway_id: str,
+    settings: GatewaySettings,
+    counting: GatewayCounting,
+) -> Dispatcher:
+    return Dispatcher(
+        bus,
+        view,
+        card.fingerprint,
+        gateway_id=gateway_id,
+        eos_token_ids=card.eos_token_ids,
+        retry_limits=RetryLimits(
+            max_attempts=settings.max_attempts,
+            progress_timeout_s=settings.progress_timeout_s,
+            roster_grace_s=settings.heartbeat_s,
+        ),
+        door_limits=DoorLimits(
+            max_queue_requests=settings.max_queue_requests,
+            max_queue_tokens=settings.max_queue_tokens,
+            max_held_requests=settings.hold_requests,
+            bus_timeout_s=settings.bus_timeout_s,
+        ),
+        wait_limits=WaitLimits(
+            bus_timeout_s=settings.bus_timeout_s,
+            hold_timeout_s=settings.hold_timeout_s,
+            redispatch_wait_s=settings.redispatch_wait_s,
+            is_holding=settings.hold_requests > 0,
+        ),
+        observer=counting,
+    )
+
+
+def _limits(settings: GatewaySettings) -> FrontendLimits:
+    return FrontendLimits(
+        max_body_bytes=settings.max_body_bytes,
+        request_deadline_s=settings.request_deadline_s,
+        sse_keepalive_s=settings.sse_keepalive_s,
+        client_stall_timeout_s=settings.client_stall_timeout_s,
+    )
+
+
+def _seeds(seed: int | None) -> Callable[[], int]:
+    """Draws a seed for each request that brings none."""
+    generator = random.SystemRandom() if seed is None else random.Random(seed)
+    return lambda: generator.getrandbits(63)
