@@ -5,13 +5,23 @@
 
 `schedule_s` and `prefill_s` are durations that the prefill worker measured; everything else is a difference of
 two readings of the gateway's clock. The clocks of two hosts are never compared, so a worker's durations may
-exceed the window they have to fit into: then they are scaled down together and `publish_s` is 0.
+exceed the window they have to fit into: then they are scaled down together and `publish_s` is (about) 0.
+All times are multiples of 2^-20 s, which floats add without rounding: the sums hold bit for bit, in any order.
 Time lost in attempts that produced no token counts as queue. Never reads a clock itself.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
+
+TICKS_PER_S = 2**20
+"""The grid of all times, about a microsecond."""
+
+
+def on_grid(time_s: float) -> float:
+    """The next multiple of a tick at or below `time_s`."""
+    return math.floor(time_s * TICKS_PER_S) / TICKS_PER_S
 
 
 @dataclass(slots=True)
@@ -43,16 +53,19 @@ class Waterfall:
     choice: int | None = None
     _dispatches: dict[int, Dispatch] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self.received_s = on_grid(self.received_s)
+
     # --- marks
 
     def note_queued(self, now_s: float) -> None:
         """The request passed the door."""
-        self.queued_s = now_s
+        self.queued_s = on_grid(now_s)
 
     def note_dispatched(self, choice: int, now_s: float) -> None:
         """A job went out; again after a lost attempt, whose time then counts as queue."""
         if self.choice is None:
-            self._dispatches[choice] = Dispatch(now_s)
+            self._dispatches[choice] = Dispatch(on_grid(now_s))
 
     def note_schedule(self, choice: int, schedule_s: float) -> None:
         """The prefill worker began, having kept the sequence waiting that long."""
@@ -74,18 +87,18 @@ class Waterfall:
     def note_token(self, choice: int, index: int, now_s: float) -> None:
         """Token `index` of `choice` (and maybe more behind it) was read from the bus; only 0 and 1 matter."""
         if self.choice is None and index == 0:
-            self.choice, self.first_token_s = choice, now_s
+            self.choice, self.first_token_s = choice, on_grid(now_s)
         elif choice == self.choice and index >= 1 and self.second_token_s is None:
-            self.second_token_s = now_s
+            self.second_token_s = on_grid(now_s)
 
     def note_first_write(self, now_s: float) -> None:
         """The first token was written to the client; only the first call counts."""
         if self.first_write_s is None:
-            self.first_write_s = now_s
+            self.first_write_s = on_grid(now_s)
 
     def note_end(self, now_s: float) -> None:
         """All choices are complete."""
-        self.end_s = now_s
+        self.end_s = on_grid(now_s)
 
     # --- durations
 
@@ -113,11 +126,11 @@ class Waterfall:
     @property
     def publish_s(self) -> float:
         """What remains until token 0 was written to the client: bus, detokenizing, writing."""
-        return max(0.0, self._window_s - self._dispatch.schedule_s - self._dispatch.prefill_s)
+        return self._window_s - self.schedule_s - self.prefill_s
 
     @property
     def ttft_s(self) -> float:
-        """Time to first token: by definition the sum of the five stages above, in that order."""
+        """Time to first token: by definition the sum of the five stages above."""
         return self.frontend_s + self.queue_s + self.schedule_s + self.prefill_s + self.publish_s
 
     @property
@@ -178,4 +191,4 @@ class Waterfall:
         """A reported duration, scaled so that both reported ones fit into the window."""
         reported_s = self._dispatch.schedule_s + self._dispatch.prefill_s
         window_s = self._window_s
-        return duration_s if reported_s <= window_s else duration_s * window_s / reported_s
+        return on_grid(duration_s if reported_s <= window_s else window_s * (duration_s / reported_s))
