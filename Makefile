@@ -20,7 +20,7 @@ LOG := $(VENV)/setup.log
 SHOW := tee $(LOG) | awk '/^Collecting /{printf "%s%s", n++ ? " " : "    ", $$2; fflush()} /^(Installing collected|Building wheel)/{if (n) print ""; n=0; print "    " substr($$0, 1, 90) (length > 90 ? " …" : ""); fflush()}'
 CHECKED := || { echo; echo "setup failed; the end of $(LOG):"; grep -v 'is ignored' $(LOG) | tail -n 25; exit 1; }
 
-.PHONY: help setup up test test-all lint bench clean
+.PHONY: help setup up test test-all lint bench modules clean
 
 help:
 	@echo "make up        start everything on this machine (ARGS='--prefill 2 --decode 2' adds arguments)"
@@ -28,10 +28,12 @@ help:
 	@echo "make test-all  the slow tests too"
 	@echo "make lint      ruff and mypy"
 	@echo "make bench     load test of a running service (ARGS='--url http://127.0.0.1:8000')"
+	@echo "make modules   rewrite the module list in docs/architecture.md"
 	@echo "make setup     only the virtual environment in $(VENV)"
 	@echo "make clean     remove caches and build products ($(VENV) stays)"
 
 setup: $(VENV)/.extension
+	@:
 
 $(VENV)/bin/python:
 	@echo "==> making $(VENV) with $$($(PYTHON) --version)"
@@ -70,6 +72,9 @@ test-all: lint
 
 bench: setup
 	@$(VENV)/bin/pdserve bench $(ARGS)
+
+modules: setup
+	@$(VENV)/bin/python docs/list_modules.py
 
 clean:
 	@rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis $(VENV)/.extension

@@ -112,7 +112,7 @@ async def test_without_restart_a_dead_child_stays_dead_and_the_others_live_on(tm
         assert run.children[1].state == "ready"
 
 
-async def test_a_child_that_cannot_start_ends_all_with_its_last_words(tmp_path: Path) -> None:
+async def test_a_child_that_cannot_start_ends_all_and_its_last_line_is_told(tmp_path: Path) -> None:
     broken = a_spec("decode-1", "--say", "setting MODEL: got 'x'", "--exit-with", "1")
     run = Run(tmp_path, a_spec("decode-0"), broken)
     with pytest.raises(ServiceError, match="decode-1 exited with status 1 before it was ready") as raised:

@@ -66,7 +66,7 @@ class Child:
         """Start, wait, start again.
 
         Raises:
-            ServiceError: the first start failed for good; the message ends with the child's last lines.
+            ServiceError: the first start failed for good; the message carries the child's last line.
         """
         num_deaths = 0
         while not self._stopping.is_set():
@@ -148,8 +148,8 @@ class Child:
         is_hopeless = returncode in (1, 2) or num_deaths >= MAX_FAILED_STARTS or not self._restarts
         if is_hopeless and not self.ready.is_set():
             self.state = "exited"
-            told = "\n  ".join(self._last_lines) or "it printed nothing"
-            raise ServiceError(f"{self.spec.id} {_how(returncode)} before it was ready. Its last lines:\n  {told}")
+            told = next((line for line in reversed(self._last_lines) if line.strip()), "it printed nothing")
+            raise ServiceError(f"{self.spec.id} {_how(returncode)} before it was ready: {told} (log: {self._log_file})")
 
     def _set_state(self, state: str, text: str) -> None:
         if self._stopping.is_set():
