@@ -124,18 +124,25 @@ def choose_backend(
 def one_sided_way(own: NixlPayload, peer: NixlPayload, can_attach: Callable[[NixlPayload], bool]) -> tuple[str, str]:
     """How READs of this pair are one-sided, or else ("", why they are not)."""
     same_node = bool(own.node) and own.node == peer.node
-    on_device = {own.memory, peer.memory} == {"VRAM"}
-    if same_node and on_device:
+    common = set(own.ways) & set(peer.ways)
+    if same_node and "cuda_ipc" in common:
         return "CUDA IPC: both KV caches are in device memory of one machine", ""
-    if own.has_rdma and peer.has_rdma:
+    if "rdma" in common:
         return "RDMA: both sides have an active RDMA port", ""
     if not same_node:
         return "", "the workers are on different machines and do not both have an active RDMA port"
-    if {own.memory, peer.memory} != {"DRAM"}:
-        return "", "one KV cache is in device memory and the other is not, on one machine without RDMA"
-    if can_attach(peer):
-        return "shared memory: cross-memory attach to the peer's process works", ""
-    return "", "the workers share a machine, but cross-memory attach to the peer's process is not permitted"
+    obstacle = _obstacle_to_shared_memory(own, peer, can_attach)
+    return ("", obstacle) if obstacle else ("shared memory: cross-memory attach to the peer's process works", "")
+
+
+def _obstacle_to_shared_memory(own: NixlPayload, peer: NixlPayload, can_attach: Callable[[NixlPayload], bool]) -> str:
+    if own.memory != peer.memory:
+        return "one KV cache is in device memory and the other is not, on one machine without RDMA"
+    if "cma" not in set(own.ways) & set(peer.ways):
+        return "UCX_TLS keeps UCX from shared memory on one of the two sides"
+    if not can_attach(peer):
+        return "the workers share a machine, but cross-memory attach to the peer's process is not permitted"
+    return ""
 
 
 def _can_read_token(peer: NixlPayload) -> bool:

@@ -24,7 +24,7 @@ from pdserve.transfer.cma import allow_readers
 from pdserve.transfer.descriptor import check_compatible, check_intact, seal
 from pdserve.transfer.memory import bytes_view
 from pdserve.transfer.nixl_agent import NixlAgent, Region, prepare_environment
-from pdserve.transfer.nixl_payload import NixlPayload, decode_payload, encode_payload, has_rdma, node_id
+from pdserve.transfer.nixl_payload import NixlPayload, decode_payload, encode_payload, has_rdma, node_id, one_sided_ways
 
 _TOKEN_BYTES = 16
 _NUM_SCRATCH_SLOTS = 256
@@ -246,7 +246,7 @@ class NixlTransport:
             token_address=_region(self._token)[0],
             token=self._token.tobytes(),
             node=node_id(),
-            has_rdma=has_rdma(),
+            ways=one_sided_ways(memory, os.environ.get("UCX_TLS", ""), is_rdma_here=has_rdma()),
         )
         self._own = seal(
             Descriptor(

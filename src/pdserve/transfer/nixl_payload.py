@@ -27,7 +27,8 @@ class NixlPayload(msgspec.Struct, frozen=True, kw_only=True):
     token: bytes
     node: str
     """Boot id of the machine; equal in all its containers."""
-    has_rdma: bool
+    ways: list[str]
+    """How UCX may READ one-sidedly here: some of cma, cuda_ipc, rdma."""
 
 
 _decoder = msgspec.msgpack.Decoder(NixlPayload)
@@ -56,6 +57,30 @@ def node_id() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return ""
+
+
+_UCX_NAMES = {
+    "cma": {"cma", "sm", "shm"},
+    "cuda_ipc": {"cuda_ipc", "cuda"},
+    "rdma": {"rc", "rc_v", "rc_x", "rc_verbs", "rc_mlx5", "dc", "dc_x", "dc_mlx5", "ib"},
+}
+"""UCX's names, aliases included, of transports that READ one-sidedly."""
+
+
+def one_sided_ways(memory: str, ucx_tls: str, *, is_rdma_here: bool) -> list[str]:
+    """What UCX may use on this machine, given its UCX_TLS setting ("" = unset)."""
+    possible = ["cuda_ipc"] if memory == "VRAM" else ["cma"]
+    if is_rdma_here:
+        possible.append("rdma")
+    return [way for way in possible if _is_allowed(ucx_tls or "all", _UCX_NAMES[way])]
+
+
+def _is_allowed(ucx_tls: str, names: set[str]) -> bool:
+    """UCX_TLS is a list of names to use, or after a ^ of names not to use; a \\ before a name makes it exact."""
+    listed = {name.strip().lstrip("\\") for name in ucx_tls.removeprefix("^").split(",")}
+    if ucx_tls.startswith("^"):
+        return not listed & names
+    return "all" in listed or bool(listed & names)
 
 
 def has_rdma(devices: Path = Path("/sys/class/infiniband"), verbs: Path = Path("/dev/infiniband")) -> bool:

@@ -1,0 +1,261 @@
+"""One contract for both backends, against real second processes (see `Transport`)."""
+
+import time
+
+import msgspec
+import pytest
+import torch
+
+from pdserve.errors import IncompatibleError, TransferError
+from pdserve.transfer.base import PullState
+from pdserve.transfer.descriptor import seal
+
+UNTOUCHED = 0xAA
+
+
+def assert_only(local, expected):
+    """Local blocks hold what `expected` says by block id, and all others are untouched."""
+    for block_id in range(local.blocks.shape[0]):
+        if block_id in expected:
+            assert torch.equal(local.blocks[block_id], expected[block_id]), f"block {block_id}"
+        else:
+            assert bool((local.blocks[block_id] == UNTOUCHED).all()), f"block {block_id} changed"
+
+
+def failure_of(local, peer):
+    """Why reading 20 blocks from a peer fails, whether at once or later."""
+    try:
+        result = local.read(peer, list(range(20)), list(range(20, 40)))
+    except TransferError as refusal:
+        return refusal.reason
+    assert (result.state, result.is_terminal) == (PullState.FAILED, True)
+    return result.reason
+
+
+def test_a_read_copies_exactly_the_wanted_blocks_and_touches_no_other(local, peer):
+    local.transport.connect(peer.descriptor)
+    result = local.read(peer, [3, 7, 12, 47], [10, 0, 63, 1])
+    assert result.state is PullState.DONE, result
+    assert result.num_bytes == 4 * 64 * 1024
+    assert_only(local, {10: peer.blocks[3], 0: peer.blocks[7], 63: peer.blocks[12], 1: peer.blocks[47]})
+
+
+def test_reads_on_their_way_together_do_not_mix(local, peer):
+    local.transport.connect(peer.descriptor)
+    handles = [local.pull(peer.peer, [i, i + 1, i + 2], [i + 2, i, i + 1]) for i in range(0, 45, 3)]
+    results = local.wait(*handles)
+    assert {result.state for result in results.values()} == {PullState.DONE}
+    expected = {}
+    for i in range(0, 45, 3):
+        expected |= {i + 2: peer.blocks[i], i: peer.blocks[i + 1], i + 1: peer.blocks[i + 2]}
+    assert_only(local, expected)
+
+
+def test_connecting_twice_is_connecting_once(local, peer):
+    local.transport.connect(peer.descriptor)
+    local.transport.connect(peer.descriptor)
+    assert local.read(peer, [0], [0]).state is PullState.DONE
+
+
+def test_block_pools_of_different_size_exchange_their_last_blocks(make_local, spawn_peer):
+    peer = spawn_peer(num_blocks=128).expect_all()
+    small = make_local(num_blocks=16)
+    small.transport.connect(peer.descriptor)
+    assert small.read(peer, [127], [15]).state is PullState.DONE
+    assert_only(small, {15: peer.blocks[127]})
+
+
+def test_odd_block_sizes_work(make_local, spawn_peer):
+    peer = spawn_peer(num_blocks=5, block_bytes=1028).expect_all()
+    local = make_local(num_blocks=5, block_bytes=1028)
+    local.transport.connect(peer.descriptor)
+    assert local.read(peer, [4, 1], [0, 3]).state is PullState.DONE
+    assert_only(local, {0: peer.blocks[4], 3: peer.blocks[1]})
+
+
+def test_a_block_that_the_peer_does_not_have_is_refused_before_the_read(local, peer):
+    local.transport.connect(peer.descriptor)
+    for remote_id in (48, 10_000, -1):
+        with pytest.raises(TransferError, match="geometry"):
+            local.pull(peer.peer, [0, remote_id], [0, 1])
+    assert local.read(peer, [0], [5]).state is PullState.DONE
+    assert_only(local, {5: peer.blocks[0]})
+
+
+def test_reading_from_a_peer_that_is_not_connected_is_refused(local, peer):
+    with pytest.raises(TransferError, match="not connected"):
+        local.pull(peer.peer, [0], [0])
+
+
+def test_incompatible_peers_are_refused_by_name_and_others_keep_working(local, peer, spawn_peer):
+    other = spawn_peer(kv_signature="model=tiny;kv_dtype=bfloat16;block_size=32")
+    wide = spawn_peer(seed=3, block_bytes=128 * 1024)
+    local.transport.connect(peer.descriptor)
+    with pytest.raises(IncompatibleError, match="kv_dtype: float32 here, bfloat16 there") as refusal:
+        local.transport.connect(other.descriptor)
+    assert "block_size: 16 here, 32 there" in str(refusal.value)
+    with pytest.raises(IncompatibleError, match="65536 bytes here, 131072 there"):
+        local.transport.connect(wide.descriptor)
+    assert local.read(peer, [0], [0]).state is PullState.DONE
+
+
+def test_damaged_descriptor_of_a_known_peer_is_refused_and_the_good_one_stays(local, peer):
+    local.transport.connect(peer.descriptor)
+    good = peer.descriptor
+    truncated = msgspec.structs.replace(good, payload=good.payload[: len(good.payload) // 2])
+    with pytest.raises(TransferError, match="checksum"):
+        local.transport.connect(truncated)
+    with pytest.raises(TransferError, match="unreadable"):
+        local.transport.connect(seal(truncated))
+    assert local.read(peer, [2], [2]).state is PullState.DONE
+
+
+def test_killed_peer_fails_its_reads_soon_and_nobody_elses(local, peer, spawn_peer):
+    victim = spawn_peer().expect_all()
+    local.transport.connect(victim.descriptor)
+    local.transport.connect(peer.descriptor)
+    assert local.read(victim, [1], [1]).state is PullState.DONE
+    victim.kill()
+    started_s = time.monotonic()
+    reason = failure_of(local, victim)
+    assert reason in {"post", "copy", "connect"}
+    assert time.monotonic() - started_s < 3
+    assert local.read(peer, [0], [0]).state is PullState.DONE
+
+
+def test_connecting_to_a_dead_peer_fails_in_bounded_time(local, peer, spawn_peer):
+    dead = spawn_peer()
+    assert dead.descriptor
+    dead.kill()
+    started_s = time.monotonic()
+    with pytest.raises(TransferError, match="connect"):
+        local.transport.connect(dead.descriptor)
+    assert time.monotonic() - started_s < 2
+    local.transport.connect(peer.descriptor)
+    assert local.read(peer, [0], [0]).state is PullState.DONE
+
+
+def test_restarted_peer_is_a_new_peer_that_works_at_once(local, spawn_peer):
+    old = spawn_peer(seed=2).expect_all()
+    local.transport.connect(old.descriptor)
+    assert local.read(old, [1], [1]).state is PullState.DONE
+    old.kill()
+    new = spawn_peer(seed=2, generation="g2").expect_all()
+    local.transport.connect(new.descriptor)
+    assert local.read(new, [1], [2]).state is PullState.DONE
+    assert torch.equal(local.blocks[2], new.blocks[1])
+    assert local.read(new, list(range(40)), list(range(20, 60))).state is PullState.DONE
+    with pytest.raises(TransferError, match="connect"):
+        local.pull(old.peer, [1], [1])
+
+
+def test_same_worker_id_restarted_three_times_on_the_way(local, spawn_peer):
+    for generation in ("g1", "g2", "g3"):
+        peer = spawn_peer(generation=generation).expect_all()
+        local.transport.connect(peer.descriptor)
+        assert local.read(peer, [5], [5]).state is PullState.DONE
+        peer.kill()
+
+
+def test_frozen_peer_times_out_at_connect_and_works_after_it_thaws(local, peer, spawn_peer):
+    frozen = spawn_peer().expect_all()
+    frozen.freeze()
+    started_s = time.monotonic()
+    local.transport.start_connect(frozen.descriptor)
+    assert time.monotonic() - started_s < 0.4, "start_connect waited for the peer"
+    local.transport.connect(peer.descriptor)
+    assert local.read(peer, [0], [0]).state is PullState.DONE
+    with pytest.raises(TransferError, match="connect"):
+        local.transport.connect(frozen.descriptor)
+    assert time.monotonic() - started_s < 3
+    frozen.thaw()
+    local.transport.connect(frozen.descriptor)
+    assert local.read(frozen, [9], [9]).state is PullState.DONE
+    assert_only(local, {0: peer.blocks[0], 9: frozen.blocks[9]})
+
+
+def test_read_from_a_frozen_peer_ends_by_its_deadline(local, peer, spawn_peer):
+    frozen = spawn_peer().expect_all()
+    local.transport.connect(frozen.descriptor)
+    local.transport.connect(peer.descriptor)
+    frozen.freeze()
+    started_s = time.monotonic()
+    handle = local.pull(frozen.peer, list(range(48)), list(range(48)), within_s=0.3)
+    assert local.read(peer, [0], [60]).state is PullState.DONE
+    result = local.wait(handle)[handle]
+    assert time.monotonic() - started_s < 2
+    assert result.state is PullState.DONE or result.reason == "timeout"
+    frozen.thaw()
+    if not result.is_terminal:  # its blocks are quarantined until this says that they need not be
+        last = local.wait(handle)[handle]
+        assert (last.reason, last.is_terminal) == ("timeout", True)
+    assert local.read(peer, [1], [61]).state is PullState.DONE
+
+
+def test_disconnecting_fails_reads_on_their_way(local, spawn_peer):
+    frozen = spawn_peer().expect_all()
+    local.transport.connect(frozen.descriptor)
+    frozen.freeze()
+    handle = local.pull(frozen.peer, list(range(48)), list(range(48)))
+    local.transport.disconnect(frozen.peer)
+    result = local.wait(handle)[handle]
+    assert result.state is PullState.DONE or result.reason == "disconnected"
+    with pytest.raises(TransferError, match="not connected"):
+        local.pull(frozen.peer, [0], [0])
+
+
+def test_aborted_read_writes_nothing_once_it_is_terminal(make_local, spawn_peer):
+    size = {"num_blocks": 64, "block_bytes": 1 << 20}
+    local, slow = make_local(**size), spawn_peer(**size).expect_all()
+    local.transport.connect(slow.descriptor)
+    slow.freeze()  # what it has not sent yet, it sends when it thaws
+    handle = local.pull(slow.peer, list(range(64)), list(range(64)))
+    is_terminal = local.transport.abort(handle)
+    if not is_terminal:
+        slow.thaw()
+        last = local.wait(handle)[handle]
+        assert (last.state, last.reason, last.is_terminal) == (PullState.FAILED, "aborted", True)
+    local.blocks.fill_(0x55)
+    slow.thaw()
+    time.sleep(0.3)
+    assert local.transport.poll() == []
+    assert bool((local.blocks == 0x55).all())
+
+
+@pytest.mark.parametrize("teardown", ["close", "recreate"])
+def test_teardown_is_a_fence(make_local, spawn_peer, teardown):
+    size = {"num_blocks": 64, "block_bytes": 1 << 20}
+    local, frozen = make_local(**size), spawn_peer(**size).expect_all()
+    local.transport.connect(frozen.descriptor)
+    frozen.freeze()
+    local.pull(frozen.peer, list(range(64)), list(range(64)))
+    getattr(local.transport, teardown)()
+    local.blocks.fill_(0x55)
+    frozen.thaw()
+    time.sleep(0.5)
+    assert bool((local.blocks == 0x55).all())
+    assert frozen.is_alive
+
+
+def test_recreated_side_reads_again_after_connecting_anew(local, peer):
+    local.transport.connect(peer.descriptor)
+    descriptor = local.transport.recreate()
+    assert descriptor.peer == local.descriptor.peer
+    with pytest.raises(TransferError, match="not connected"):
+        local.pull(peer.peer, [0], [0])
+    local.transport.connect(peer.descriptor)
+    assert local.read(peer, [11], [11]).state is PullState.DONE
+
+
+def test_closing_twice_is_closing_once(local):
+    local.transport.close()
+    local.transport.close()
+
+
+def test_peer_survives_readers_that_come_and_go(make_local, peer):
+    for _ in range(3):
+        local = make_local(num_blocks=4)
+        local.transport.connect(peer.descriptor)
+        assert local.read(peer, [6], [3]).state is PullState.DONE
+        local.transport.close()
+    assert peer.is_alive
