@@ -134,7 +134,8 @@ class StreamReader:
                 raise
             self._last_id = self._trimmed_id = _BEGINNING  # there is no such key
             return
-        if _parse_id(about["last-generated-id"]) < self._last_id:
+        about = dict(zip(about[::2], about[1::2], strict=True))
+        if _parse_id(about[b"last-generated-id"]) < self._last_id:
             _log.warning("%s was made anew: reading it from its beginning", self._stream)
             self._last_id = self._trimmed_id = _BEGINNING
 
