@@ -13,6 +13,8 @@ from pdserve.verify.verification import Verification
 
 def main(argv: list[str] | None = None) -> int:
     """0 when every token is right (or a rare tie) and every KV block was given back."""
+    # Before torch is loaded: threads that spin while they wait cost a busy machine a factor of ten.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     progress = Progress(sys.stdout)
     verification = Verification(os.environ, progress)
     has_failed = False
