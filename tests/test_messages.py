@@ -63,7 +63,7 @@ MESSAGES: list[Message] = [
         chain_hash=b"\xff" * 16, is_last=True, token0=11, token0_logprobs=LOGPROBS,
     ),
     KvFailed(**ATTEMPT, **PROCESS, reason="expired", detail="d"),
-    KvRelease(**ATTEMPT, **PROCESS),
+    KvRelease(**ATTEMPT, **PROCESS, is_complete=False),
     LeaseRenewal(**PROCESS, items=[LeaseItem(**ATTEMPT, num_announced_blocks=3, has_token0=True)]),
     Started(**ATTEMPT, **PROCESS, num_cached_tokens=16, schedule_s=0.25),
     TokenBatch(
