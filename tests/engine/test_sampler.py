@@ -12,8 +12,8 @@ from engine_oracle import make_sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.engine import logit_filters
-from pdserve.engine.logit_filters import cut_tail
+from pdserve.engine import draw as draw_module
+from pdserve.engine.draw import draw
 from pdserve.engine.philox import philox, uniforms
 from pdserve.engine.sampler import MIN_LOGPROB, sample
 
@@ -172,14 +172,37 @@ def test_logprobs_are_the_models_own_finite_and_ordered():
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(0, 10**6), st.sampled_from([0, 2, 40]), st.sampled_from([0.2, 0.97, 0.9999]))
+@given(st.integers(0, 10**6), st.sampled_from([0, 2, 7, 8, 40]), st.sampled_from([0.2, 0.97, 0.9999, 1.0]))
 def test_looking_at_few_candidates_first_changes_nothing(seed, top_k, top_p):
-    logits = torch.randn(4, 400, generator=torch.Generator().manual_seed(seed))
-    arguments = ([top_k, 0, 3, 0], [top_p, 1.0, top_p, 0.5], [0.0] * 4)
-    whole = cut_tail(logits, *arguments)
+    generator = torch.Generator().manual_seed(seed)
+    logits = (torch.randn(5, 400, generator=generator) * 8).round() / 8  # many equals
+    logits -= logits.amax(1, keepdim=True)
+    numbers = torch.rand(5, dtype=torch.float64, generator=generator)
+    filters = {
+        "top_k": [top_k, 0, 3, 0, 0],
+        "top_p": [top_p, 1.0, top_p, 0.5, 1.0],
+        "min_p": [0.0, 0.0, 0.1, 0.0, 0.05],
+    }
+    whole = draw(logits.clone(), numbers, **filters)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(logit_filters, "_FIRST_CANDIDATES", 8)
-        assert torch.equal(cut_tail(logits, *arguments), whole)
+        patch.setattr(draw_module, "CANDIDATES", (8, 64))
+        assert torch.equal(draw(logits.clone(), numbers, **filters), whole)
+
+
+@pytest.mark.parametrize("vocab_size", [1, 50, 256, 300, 1024])
+def test_the_whole_distribution_is_inverted_at_its_ends_and_in_between(vocab_size):
+    logits = torch.randn(1, vocab_size, generator=torch.Generator().manual_seed(vocab_size))
+    logits[0, 0] = -math.inf if vocab_size > 1 else 0.0
+    numbers = torch.tensor([0.0, 1 - 2**-53, *np.linspace(0.001, 0.999, 500)], dtype=torch.float64)
+    off = {"top_k": [0] * 502, "top_p": [1.0] * 502, "min_p": [0.0] * 502}
+    drawn = draw((logits - logits.amax()).repeat(502, 1), numbers, **off)
+    cumulative = np.cumsum(logits[0].double().softmax(0).numpy())
+    expected = np.minimum(np.searchsorted(cumulative, numbers.numpy() * cumulative[-1], side="right"), vocab_size - 1)
+    gaps = np.abs(cumulative[None] - numbers.numpy()[:, None]).min(1)
+    clear = gaps > 1e-6
+    assert (drawn.numpy()[clear] == expected[clear]).all()
+    assert clear.sum() > 480 or vocab_size == 1
+    assert vocab_size == 1 or drawn.min() >= 1, "a token of probability 0 was drawn"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What happens to logits before a token is drawn: penalties, bias, forbidden stops, and the cut of the tail.
+"""What a request changes in its logits before a token is drawn: penalties, bias, stops held back.
 
 Pure functions on a batch `[num_rows, vocab_size]`; a row's result depends on that row alone. Rows that ask for
 nothing cost nothing.
@@ -13,9 +13,6 @@ import torch
 from torch import Tensor
 
 from pdserve.engine.sequence import Sequence
-
-_FIRST_CANDIDATES = 1024
-"""Of the most likely tokens, looked at for top-p before the whole vocabulary is sorted: nearly always enough."""
 
 
 def adjust(logits: Tensor, sequences: list[Sequence], eos_token_ids: frozenset[int]) -> Tensor:
@@ -97,54 +94,3 @@ class _Edits:
         device = self._logits.device
         values = torch.tensor(kind[2], dtype=self._logits.dtype, device=device)
         return torch.tensor(kind[0], device=device), torch.tensor(kind[1], device=device), values
-
-
-def cut_tail(logits: Tensor, top_k: list[int], top_p: list[float], min_p: list[float]) -> Tensor:
-    """Set to -inf what top-k, then top-p of the rest, then min-p exclude; equals at a border are all kept.
-
-    Args:
-        logits: fp32 `[num_rows, vocab_size]`, temperature applied.
-        top_k: per row; 0 or less, or beyond the vocabulary: off.
-        top_p: per row; 1: off.
-        min_p: per row, relative to the most likely token; 0: off.
-    """
-    vocab_size = logits.shape[1]
-    lowest = torch.full((logits.shape[0], 1), -math.inf, dtype=logits.dtype, device=logits.device)
-    kept = [k if 0 < k < vocab_size else vocab_size for k in top_k]
-    rows = [row for row, k in enumerate(kept) if k < vocab_size or top_p[row] < 1.0]
-    if rows:
-        lowest[rows] = _smallest_kept(logits[rows], [kept[row] for row in rows], [top_p[row] for row in rows])
-    if any(ratio > 0.0 for ratio in min_p):
-        ratios = torch.tensor(min_p, dtype=logits.dtype, device=logits.device)[:, None]
-        lowest = torch.maximum(lowest, logits.amax(1, keepdim=True) + ratios.log())
-    elif not rows:
-        return logits
-    return logits.masked_fill(logits < lowest, -math.inf)
-
-
-def _smallest_kept(logits: Tensor, top_k: list[int], top_p: list[float]) -> Tensor:
-    """The smallest logit `[num_rows, 1]` that top-k and top-p keep."""
-    vocab_size = logits.shape[1]
-    bounded = [k for k in top_k if k < vocab_size]
-    num_candidates = min(vocab_size, max([_FIRST_CANDIDATES, *bounded]))
-    smallest, is_enough = _smallest_among(logits, top_k, top_p, num_candidates)
-    if not is_enough:
-        smallest, _ = _smallest_among(logits, top_k, top_p, vocab_size)
-    return smallest
-
-
-def _smallest_among(logits: Tensor, top_k: list[int], top_p: list[float], num_candidates: int) -> tuple[Tensor, bool]:
-    """As `_smallest_kept`, looking at the most likely candidates; and whether those were enough for every row."""
-    best = logits.topk(num_candidates, dim=1).values
-    k = torch.tensor(top_k, device=logits.device)[:, None]
-    p = torch.tensor(top_p, dtype=torch.float64, device=logits.device)[:, None]
-    kth = best.gather(1, k.clamp(max=num_candidates) - 1)
-    kth = torch.where(k <= num_candidates, kth, -math.inf)
-    mass = torch.where(logits >= kth, logits, -math.inf).logsumexp(1, keepdim=True)
-    probabilities = torch.where(best >= kth, best - mass, -math.inf).exp().double()
-    before = probabilities.cumsum(1) - probabilities
-    # The most likely token is kept whatever rounding says, and top_p = 1 keeps all that top-k kept.
-    is_kept = (best >= kth) & ((before < p) | (before == 0) | (p >= 1.0))
-    smallest = torch.where(is_kept, best, math.inf).amin(1, keepdim=True)
-    is_cut = is_kept[:, -1:] & (k > num_candidates) & (num_candidates < logits.shape[1])
-    return torch.where(p >= 1.0, kth, smallest), not bool(is_cut.any())

@@ -13,7 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pdserve.engine.logit_filters import adjust, cut_tail
+from pdserve.engine.draw import draw
+from pdserve.engine.logit_filters import adjust
 from pdserve.engine.philox import uniforms
 from pdserve.engine.sequence import Sequence
 from pdserve.messages import TokenLogprobs
@@ -41,10 +42,12 @@ def sample(logits: Tensor, sequences: list[Sequence], eos_token_ids: frozenset[i
     if not sequences:
         return []
     adjusted = adjust(logits, sequences, eos_token_ids)
-    tokens = adjusted.argmax(1)
-    random_rows = [row for row, sequence in enumerate(sequences) if not sequence.sampling.is_greedy]
-    if random_rows:
-        tokens[random_rows] = _draw(adjusted[random_rows], [sequences[row] for row in random_rows])
+    tokens = torch.empty(len(sequences), dtype=torch.long, device=logits.device)
+    for is_greedy in (True, False):
+        rows = [row for row, sequence in enumerate(sequences) if sequence.sampling.is_greedy is is_greedy]
+        if rows:
+            chosen = adjusted if len(rows) == len(sequences) else adjusted[rows]
+            tokens[rows] = chosen.argmax(1) if is_greedy else _draw(chosen, [sequences[row] for row in rows])
     token_ids: list[int] = tokens.tolist()
     logprobs = _logprobs(logits, sequences, tokens)
     return [SampledToken(token_id, logprobs.get(row)) for row, token_id in enumerate(token_ids)]
@@ -54,21 +57,20 @@ def _draw(logits: Tensor, sequences: list[Sequence]) -> Tensor:
     """int64 `[num_rows]`: one token from each row's distribution."""
     params = [sequence.sampling for sequence in sequences]
     temperatures = torch.tensor([p.temperature for p in params], dtype=logits.dtype, device=logits.device)
-    # Less the maximum first: a tiny temperature then makes small numbers tiny, never large ones infinite.
-    scaled = (logits - logits.amax(1, keepdim=True)) / temperatures[:, None]
-    scaled = cut_tail(scaled, [p.top_k for p in params], [p.top_p for p in params], [p.min_p for p in params])
-    cumulative = scaled.softmax(1).cumsum(1, dtype=torch.float64)
     numbers = uniforms(
         [p.seed for p in params],
         [sequence.key.choice for sequence in sequences],
         [sequence.next_output_index for sequence in sequences],
     )
-    total = cumulative[:, -1:]
-    targets = torch.from_numpy(numbers).to(logits.device)[:, None] * total
-    # A target below the total finds a token of positive probability; rounding must not make it equal.
-    targets = torch.minimum(targets, torch.nextafter(total, torch.zeros_like(total)))
-    drawn = torch.searchsorted(cumulative, targets, right=True)[:, 0]
-    return drawn.clamp(max=logits.shape[1] - 1)
+    # Less the maximum first: a tiny temperature then makes small numbers tiny, never large ones infinite.
+    scaled = (logits - logits.amax(1, keepdim=True)).div_(temperatures[:, None])
+    return draw(
+        scaled,
+        torch.from_numpy(numbers).to(logits.device),
+        top_k=[p.top_k for p in params],
+        top_p=[p.top_p for p in params],
+        min_p=[p.min_p for p in params],
+    )
 
 
 def _logprobs(logits: Tensor, sequences: list[Sequence], tokens: Tensor) -> dict[int, TokenLogprobs]:
