@@ -165,4 +165,7 @@ def test_rope_that_depends_on_the_longest_sequence_is_served_only_where_it_does_
             "original_max_position_embeddings": 4096,
         },
     )
-    assert longest_context(config, None) == 4096
+    assert longest_context(config, None) == longest_context(config, 131072) == 4096
+    assert longest_context(config, 1000) == 1000
+    with pytest.raises(SettingError, match="at most 4096"):
+        longest_context(config, 5000)

@@ -8,11 +8,16 @@ from __future__ import annotations
 from typing import Any
 
 from pdserve.errors import ModelError, SettingError
+from pdserve.log import get_logger
+
+logger = get_logger(__name__)
 
 _SERVED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 _MLA_FIELDS = ("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim")
 _STATE_FIELDS = ("ssm_cfg", "mamba_d_state", "state_size", "conv_L_cache", "linear_num_key_heads", "attn_layer_period")
 _LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
+_USUAL_CONTEXT = 2048
+"""Tokens, for a configuration that names no length."""
 
 
 def check_supported(config: Any) -> None:
@@ -49,20 +54,30 @@ def longest_context(config: Any, wanted: int | None) -> int:
     A RoPE that changes its frequencies with the length of the longest sequence of a batch (dynamic, longrope)
     is served up to the length where it starts to change: in a packed batch neighbours would change a result.
 
+    Args:
+        config: a transformers configuration.
+        wanted: None, or the model's own length: as long as can be served.
+
     Raises:
-        SettingError: `wanted` exceeds what the model was made for.
+        SettingError: `wanted` exceeds what the model was made for, or falls between what is served and its own length.
     """
     config = config.get_text_config()
-    longest = int(getattr(config, "max_position_embeddings", None) or wanted or 2048)
-    rope = getattr(config, "rope_parameters", None) or {}
-    tables = [rope, *(table for table in rope.values() if isinstance(table, dict))]
-    for table in tables:
-        if table.get("rope_type") in _LENGTH_DEPENDENT_ROPE:
-            original = table.get("original_max_position_embeddings")
-            original = original or getattr(config, "original_max_position_embeddings", None)
-            longest = min(longest, int(original or longest))
-    if wanted is None:
+    declared = int(getattr(config, "max_position_embeddings", None) or wanted or _USUAL_CONTEXT)
+    longest = _unchanging_length(config, declared)
+    if wanted is None or wanted == declared:
+        if longest < declared:
+            logger.warning("context length %d instead of %d: beyond, its RoPE depends on the batch", longest, declared)
         return longest
     if wanted > longest:
         raise SettingError("MAX_MODEL_LEN", wanted, f"at most {longest}, the context length of the model")
     return wanted
+
+
+def _unchanging_length(config: Any, declared: int) -> int:
+    rope = getattr(config, "rope_parameters", None) or {}
+    for table in (rope, *(table for table in rope.values() if isinstance(table, dict))):
+        if table.get("rope_type") in _LENGTH_DEPENDENT_ROPE:
+            original = table.get("original_max_position_embeddings")
+            original = original or getattr(config, "original_max_position_embeddings", None)
+            declared = min(declared, int(original or declared))
+    return declared
