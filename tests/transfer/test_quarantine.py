@@ -1,0 +1,287 @@
+"""When a READ that was given up does not end: blocks stay quarantined, until the agent is recreated."""
+
+import pytest
+import torch
+
+from pdserve.errors import TransferError
+from pdserve.transfer.base import Descriptor, PeerId, PullResult, PullState
+from pdserve.transfer.descriptor import seal
+from pdserve.transfer.peer_failures import PeerFailures
+from pdserve.transfer.pull import PullRequest, split_into_reads
+from pdserve.transfer.pull_rounds import PullRounds
+
+BLOCK_BYTES = 1024
+DEAF = "deaf"
+GOOD = "good"
+
+
+def descriptor(worker_id):
+    return seal(
+        Descriptor(
+            backend="stubborn",
+            worker_id=worker_id,
+            generation="g1",
+            num_blocks=100,
+            block_bytes=BLOCK_BYTES,
+            kv_signature="s",
+            payload=b"",
+        )
+    )
+
+
+class StubbornTransport:
+    """READs from the deaf peer never end; others end in the next poll but one. Aborting is no fence."""
+
+    name = "stubborn"
+
+    def __init__(self):
+        self.reads = {}
+        self.num_handles = 0
+        self.connected = set()
+        self.num_recreated = 0
+        self.is_broken = False
+        self.is_good_slow = False
+        self.on_poll = lambda: None
+        self.log = []
+
+    def start_connect(self, peer_descriptor):
+        self.connected.add(peer_descriptor.peer)
+
+    def is_connected(self, peer):
+        return peer in self.connected
+
+    def pull(self, peer, nonce, remote_ids, local_ids, deadline_s):
+        self.num_handles += 1
+        self.reads[self.num_handles] = (peer, len(local_ids))
+        self.log.append((peer.worker_id, list(local_ids)))
+        return self.num_handles
+
+    def poll(self):
+        self.on_poll()
+        ended = [h for h, (peer, _) in self.reads.items() if peer.worker_id == GOOD and not self.is_good_slow]
+        return [PullResult(h, PullState.DONE, num_bytes=self.reads.pop(h)[1] * BLOCK_BYTES) for h in ended]
+
+    def abort(self, handle):
+        return handle not in self.reads
+
+    def disconnect(self, peer):
+        self.connected.discard(peer)
+
+    def recreate(self):
+        self.reads.clear()
+        self.connected.clear()
+        self.num_recreated += 1
+        if self.is_broken:
+            raise TransferError("lookup", "NIXL's UCX backend does not start here")
+        return descriptor(f"new-{self.num_recreated}")
+
+    def serve(self):
+        pass
+
+    def close(self):
+        self.reads.clear()
+
+
+class Scene:
+    def __init__(self, max_quarantined_ratio=0.1):
+        self.now_s = 100.0
+        self.transport = StubbornTransport()
+        self.failures = PeerFailures(10.0, self.clock)
+        self.descriptors = []
+        self.rounds = PullRounds(
+            {"stubborn": self.transport},
+            torch.zeros((100, BLOCK_BYTES), dtype=torch.uint8),
+            self.failures,
+            faults=None,
+            quarantine_s=20.0,
+            max_quarantined_ratio=max_quarantined_ratio,
+            max_read_bytes=4 * BLOCK_BYTES,
+            max_reads_per_peer=2,
+            drain_s=2.0,
+            on_descriptor=self.descriptors.append,
+            clock=self.clock,
+        )
+        self.ends, self.terminals = [], []
+
+    def clock(self):
+        return self.now_s
+
+    def begin(self, ticket, worker_id, local_ids, within_s=5.0):
+        request = PullRequest(
+            descriptor(worker_id),
+            "n",
+            local_ids,
+            local_ids,
+            [],
+            self.now_s + within_s,
+            self.ends.append,
+            self.terminals.append,
+        )
+        self.rounds.begin(ticket, request)
+
+    def advance(self, seconds, num_rounds=3):
+        self.now_s += seconds
+        for _ in range(num_rounds):
+            self.rounds.round()
+
+
+@pytest.fixture
+def scene():
+    return Scene()
+
+
+def test_blocks_of_a_timed_out_read_stay_quarantined_for_two_leases_then_the_agent_is_recreated(scene):
+    scene.begin(1, DEAF, [1, 2, 3])
+    scene.advance(0)
+    scene.advance(6)
+    (outcome,) = scene.ends
+    assert (outcome.ok, outcome.reason, outcome.is_terminal) == (False, "timeout", False)
+    assert scene.rounds.num_quarantined_blocks == 3
+    scene.advance(19)
+    assert scene.transport.num_recreated == 0
+    assert scene.terminals == []
+    scene.advance(1)
+    assert scene.transport.num_recreated == 1
+    assert scene.terminals == [outcome]
+    assert scene.rounds.num_quarantined_blocks == 0
+    assert [announced.worker_id for announced in scene.descriptors] == ["new-1"]
+    scene.advance(100)
+    assert (len(scene.ends), len(scene.terminals), scene.transport.num_recreated) == (1, 1, 1)
+
+
+def test_more_than_a_tenth_of_the_pool_is_not_waited_for(scene):
+    for ticket in range(3):
+        scene.begin(ticket, DEAF, list(range(4 * ticket, 4 * ticket + 4)))
+        scene.advance(0)
+        scene.rounds.abort(ticket)
+    assert [outcome.is_terminal for outcome in scene.ends] == [False] * 3
+    scene.advance(0)
+    assert scene.transport.num_recreated == 1
+    assert sorted(outcome.ticket for outcome in scene.terminals) == [0, 1, 2]
+
+
+def test_a_tenth_of_the_pool_is_waited_for(scene):
+    scene.begin(1, DEAF, list(range(8)))
+    scene.advance(0)
+    scene.rounds.abort(1)
+    scene.advance(10)
+    assert (scene.rounds.num_quarantined_blocks, scene.transport.num_recreated) == (8, 0)
+
+
+def test_healthy_reads_may_end_before_the_agent_goes_and_others_wait_meanwhile(scene):
+    scene.begin(1, DEAF, [1])
+    scene.advance(0)
+    scene.rounds.abort(1)
+    scene.now_s += 20
+    scene.transport.is_good_slow = True
+    scene.begin(2, GOOD, [10])
+    scene.advance(0, num_rounds=1)  # posts, then the quarantine is found overdue
+    scene.begin(3, GOOD, [11])
+    scene.advance(1)
+    assert scene.transport.num_recreated == 0
+    assert (GOOD, [11]) not in scene.transport.log, "nothing new is posted while the agent drains"
+    scene.transport.is_good_slow = False
+    scene.advance(0)
+    assert scene.transport.num_recreated == 1
+    scene.advance(0)
+    assert {outcome.ticket for outcome in scene.ends if outcome.ok} == {2, 3}
+
+
+def test_reads_lost_with_the_agent_are_repeated(scene):
+    scene.begin(1, DEAF, [1])
+    scene.advance(0)
+    scene.rounds.abort(1)
+    scene.now_s += 20
+    scene.transport.is_good_slow = True
+    scene.begin(2, GOOD, list(range(10, 22)), within_s=60)
+    scene.advance(0)
+    posted = list(scene.transport.log)
+    scene.advance(2)
+    assert scene.transport.num_recreated == 1
+    scene.transport.is_good_slow = False
+    scene.advance(0, num_rounds=6)
+    (outcome,) = [outcome for outcome in scene.ends if outcome.ticket == 2]
+    assert outcome.ok
+    assert outcome.num_bytes == 12 * BLOCK_BYTES
+    repeated = scene.transport.log[len(posted) :]
+    assert sorted(block_id for _, ids in repeated for block_id in ids) == list(range(10, 22))
+
+
+def test_a_quarantined_read_that_ends_by_itself_needs_no_teardown(scene):
+    scene.begin(1, DEAF, [1, 2])
+    scene.advance(0)
+    scene.rounds.abort(1)
+    (handle,) = scene.transport.reads
+    scene.transport.reads.clear()
+    late = PullResult(handle, PullState.FAILED, "aborted", is_terminal=True)
+    scene.transport.poll = lambda: [late] if not scene.terminals else []
+    scene.advance(1)
+    assert [outcome.ticket for outcome in scene.terminals] == [1]
+    scene.advance(100)
+    assert scene.transport.num_recreated == 0
+
+
+def test_late_and_unknown_results_are_ignored(scene):
+    results = [PullResult(999, PullState.DONE), PullResult(998, PullState.FAILED, "copy", is_terminal=False)]
+    scene.transport.poll = lambda: results
+    scene.advance(0)
+    assert (scene.ends, scene.terminals, scene.rounds.num_quarantined_blocks) == ([], [], 0)
+
+
+def test_an_agent_that_does_not_come_back_still_ends_the_quarantine(scene):
+    scene.transport.is_broken = True
+    scene.begin(1, DEAF, [1])
+    scene.advance(0)
+    scene.rounds.abort(1)
+    scene.advance(20)
+    assert [outcome.ticket for outcome in scene.terminals] == [1]
+    assert scene.descriptors == []
+    scene.advance(100)
+    assert scene.transport.num_recreated == 1
+
+
+def test_tearing_down_makes_everything_terminal(scene):
+    scene.begin(1, DEAF, [1, 2])
+    scene.begin(2, DEAF, [3])
+    scene.advance(0)
+    scene.rounds.abort(1)
+    scene.transport.on_poll = lambda: setattr(scene, "now_s", scene.now_s + 1)
+    scene.rounds.drain()
+    assert scene.now_s == 102.0
+    scene.rounds.tear_down()
+    assert sorted(outcome.ticket for outcome in scene.ends) == [1, 2]
+    assert sorted(outcome.ticket for outcome in scene.terminals) == [1, 2]
+
+
+def test_one_peer_never_has_more_reads_on_their_way_than_allowed(scene):
+    scene.transport.is_good_slow = True
+    scene.begin(1, GOOD, list(range(40)))
+    scene.begin(2, GOOD, list(range(40, 80)))
+    scene.advance(0, num_rounds=10)
+    assert len(scene.transport.reads) == 2
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "block_bytes", "sizes"),
+    [(1, 8, [1]), (10, 4 << 20, [2] * 5), (11, 4 << 20, [2] * 5 + [1]), (3, 9 << 20, [1, 1, 1]), (5, 100, [5])],
+)
+def test_reads_are_bounded_but_hold_a_block_at_least(num_blocks, block_bytes, sizes):
+    reads = split_into_reads(num_blocks, block_bytes)
+    assert [len(read) for read in reads] == sizes
+    assert [index for read in reads for index in read] == list(range(num_blocks))
+
+
+def test_failure_marks_fade():
+    now_s = [0.0]
+    failures = PeerFailures(10.0, lambda: now_s[0])
+    a, b = PeerId("a", "1"), PeerId("b", "1")
+    failures.note_failure(a, "copy")
+    failures.note_failure(a, "timeout")
+    failures.note_failure(b, "aborted")
+    failures.note_failure(b, "geometry")
+    assert {peer: (mark.num_failures, mark.reason) for peer, mark in failures.marks().items()} == {a: (2, "timeout")}
+    assert failures.num_in_a_row == 2
+    now_s[0] = 10.0
+    assert failures.marks() == {}
+    failures.note_success(b)
+    assert failures.num_in_a_row == 0
