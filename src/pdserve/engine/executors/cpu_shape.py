@@ -74,14 +74,17 @@ def why_unsupported(config: dict[str, Any]) -> str | None:
     """A reason that names the field, or None when the kernels can run this model."""
     if config.get("model_type") not in _DEFAULTS:
         return f"architecture {config.get('model_type')!r} (the CPU kernels run {', '.join(ARCHITECTURES)})"
+    missing = [name for name in _REQUIRED if not config.get(name)]
+    if missing:
+        return f"its config.json lacks {', '.join(missing)}"
     if config.get("quantization_config"):
         return "a quantised checkpoint (quantization_config)"
     if config.get("hidden_act", "silu") != "silu":
         return f"hidden_act {config['hidden_act']!r}"
-    missing = [name for name in _REQUIRED if not config.get(name)]
-    if missing:
-        return f"its config.json lacks {', '.join(missing)}"
-    shape = read_shape(config)
+    return _odd_heads(read_shape(config))
+
+
+def _odd_heads(shape: CpuShape) -> str | None:
     if shape.head_dim % _HEAD_DIM_MULTIPLE or shape.head_dim > _MAX_HEAD_DIM:
         return f"head_dim {shape.head_dim} (a multiple of {_HEAD_DIM_MULTIPLE} up to {_MAX_HEAD_DIM} is needed)"
     if shape.num_heads % shape.num_kv_heads:

@@ -11,6 +11,7 @@ import mmap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -54,9 +55,9 @@ class Checkpoint:
             names = sorted(file.name for file in path.glob("*.safetensors"))
         if not names:
             raise ModelError(f"{path} has no *.safetensors weights; convert the model with save_pretrained first")
-        self._files = {}
+        self._files: dict[str, Any] = {}
         for name in names:
-            file = safe_open(path / name, framework="pt")
+            file: Any = safe_open(path / name, framework="pt")
             self._files.update(dict.fromkeys(file.keys(), file))
 
     def __contains__(self, name: str) -> bool:
@@ -74,11 +75,6 @@ class Checkpoint:
         if tensor.dtype not in _SOURCE_TYPES:
             raise ModelError(f"tensor {name} is {tensor.dtype}; the CPU kernels read float32, bfloat16 and float16")
         return tensor.contiguous()
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the embedding."""
-        return self.get("model.embed_tokens.weight").dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,11 +212,11 @@ class _Packer:
         return cpu_ops.Matrix(panels=panels, scale=scale or None, bias=bias, k=k_packed, n=n)
 
     def _bias(self, places: list[_Place], n: int) -> int | None:
-        named = [(name.replace(".weight", ".bias"), *rest) for name, *rest in places]
-        if not any(name in self._checkpoint for name, *_ in named):
+        named = [(place[0].replace(".weight", ".bias"), place) for place in places]
+        if not any(name in self._checkpoint for name, _ in named):
             return None
         bias = torch.zeros(n)
-        for name, rows, group, stride, offset in named:
+        for name, (_, rows, group, stride, offset) in named:
             row = torch.arange(rows)
             bias[row // group * stride + offset + row % group] = self._checkpoint.get(name).float()
         self.owners.append(bias)

@@ -1,0 +1,95 @@
+"""The library as a whole: what is found, chosen and refused."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pdserve.kernels import cpu_ops
+
+REPOSITORY = Path(__file__).parents[2]
+needs_kernels = pytest.mark.skipif(cpu_ops.why_unavailable() is not None, reason=str(cpu_ops.why_unavailable()))
+
+
+def test_switched_off_kernels_say_which_setting_did_it(monkeypatch):
+    monkeypatch.setenv("PDS_CPU_KERNELS", "off")
+    assert cpu_ops.why_unavailable() == "PDS_CPU_KERNELS=off"
+
+
+def test_a_missing_library_is_told_as_such(monkeypatch):
+    monkeypatch.setattr(cpu_ops, "_library_path", lambda: None)
+    assert "without a C++ compiler" in str(cpu_ops.why_unavailable())
+
+
+@needs_kernels
+def test_the_best_instruction_set_is_taken_unless_another_is_asked_for():
+    best = cpu_ops.load_library().pds_best_isa().decode()
+    assert cpu_ops.CpuContext(1).isa == best
+    assert cpu_ops.CpuContext(2, "portable").isa == "portable"
+
+
+@needs_kernels
+def test_an_unknown_instruction_set_is_refused():
+    with pytest.raises(RuntimeError, match="sse9"):
+        cpu_ops.CpuContext(1, "sse9")
+
+
+@needs_kernels
+def test_machine_limits_are_measured():
+    context = cpu_ops.CpuContext(2)
+    assert context.fma_gflops(100_000) > 0.1
+    data = (ctypes.c_float * 100_000)()
+    assert context.read_gb_per_s(ctypes.addressof(data), len(data)) > 0.01
+
+
+def test_structures_have_the_fields_of_the_c_header_in_its_order():
+    header = (REPOSITORY / "kernels" / "cpu" / "api.h").read_text()
+    for name, mirror in (("Matrix", cpu_ops.Matrix), ("Layer", cpu_ops.Layer), ("Batch", cpu_ops.Batch)):
+        body = re.search(rf"struct Pds{name} \{{(.*?)\n\}};", header, re.DOTALL)
+        assert body is not None
+        without_comments = re.sub(r"//[^\n]*", "", body[1])
+        fields = [
+            part.split()[-1].lstrip("*")
+            for declaration in without_comments.split(";")
+            if declaration.strip()
+            for part in declaration.split(",")
+        ]
+        assert fields == [field[0] for field in mirror._fields_]
+
+
+@pytest.mark.parametrize("compiler", ["present", "absent"])
+def test_a_build_succeeds_with_and_without_a_compiler(tmp_path, compiler):
+    if compiler == "present" and shutil.which("g++") is None:
+        pytest.skip("no g++ here")
+    tree = tmp_path / "tree"
+    shutil.copytree(REPOSITORY / "kernels", tree / "kernels", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    shutil.copy(REPOSITORY / "setup.py", tree)
+    script = "import setup" if compiler == "absent" else _ONE_SMALL_SOURCE
+    env = {**os.environ, "CC": "no-such-compiler", "CXX": "no-such-compiler"} if compiler == "absent" else os.environ
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script, "build_ext", "--build-lib", str(tmp_path / "lib")],
+        cwd=tree,
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert bool(list((tmp_path / "lib").rglob("_cpu_kernels*.so"))) == (compiler == "present")
+
+
+_ONE_SMALL_SOURCE = """
+import pathlib
+for source in pathlib.Path("kernels/cpu").glob("*.cpp"):
+    if source.name != "pack.cpp":
+        source.unlink()
+import setup
+"""
+"""The whole library takes long to compile; one of its sources shows that compiling and linking work."""
