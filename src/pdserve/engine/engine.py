@@ -15,12 +15,13 @@ from torch import Tensor
 
 from pdserve.engine.block_pool import BlockPool, BlockState, Holder, LedgerReport
 from pdserve.engine.executors.base import Executor, SequenceSlice
+from pdserve.engine.fits import check_fits_ever
 from pdserve.engine.kv_cache import BlockTables, holder_of
 from pdserve.engine.sampler import SampledToken, sample
 from pdserve.engine.scheduler import Schedule, Scheduler
 from pdserve.engine.sequence import Sequence, SequenceState
 from pdserve.engine.stop import check_stop
-from pdserve.errors import InvalidRequestError, NoCapacityError
+from pdserve.errors import NoCapacityError
 from pdserve.messages import AttemptKey, TokenLogprobs
 
 
@@ -300,20 +301,12 @@ class Engine:
         return self.tables.num_blocks_for(sequence.num_prompt_tokens)
 
     def _check_fits_ever(self, sequence: Sequence) -> None:
-        prompt, longest = sequence.num_prompt_tokens, self.executor.max_model_len
-        wanted = max(0, sequence.sampling.max_tokens - sequence.first_output_index)
-        if not sequence.prompt_token_ids:
-            raise InvalidRequestError("the prompt has no tokens")
-        if min(sequence.prompt_token_ids) < 0 or max(sequence.prompt_token_ids) >= self.executor.vocab_size:
-            raise InvalidRequestError(f"token ids must lie in [0, {self.executor.vocab_size})")
-        num_kv_tokens = prompt if sequence.is_prefill_only else prompt + wanted - 1  # the last token needs no KV
-        room = min(longest, self.block_pool.num_blocks * self.tables.block_size)
-        total = prompt + (1 if sequence.is_prefill_only else wanted)
-        if total > longest or num_kv_tokens > room:
-            raise InvalidRequestError(
-                f"{prompt} prompt tokens and {wanted} output tokens exceed what fits: context length {longest}, "
-                f"KV cache {self.block_pool.num_blocks * self.tables.block_size} tokens"
-            )
+        check_fits_ever(
+            sequence,
+            vocab_size=self.executor.vocab_size,
+            max_model_len=self.executor.max_model_len,
+            num_kv_tokens=self.block_pool.num_blocks * self.tables.block_size,
+        )
 
     def _leave_receiving(self, sequence: Sequence) -> int:
         """Returns the number of tokens whose KV was here before the hand-off."""
