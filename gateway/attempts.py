@@ -111,6 +111,8 @@ class SequenceAttempts:
             return []
         attempt, known = self._attempt, len(self.output)
         num_seen = known - item.index
+        if num_seen == 0 and item.token_ids and holder.has_tokens and attempt.finish is None:
+            return self._next_in_line(holder, item, now_s)
         if num_seen < 0:
             return self._ask_resend(holder, now_s)
         seen = item.token_ids[:num_seen]
@@ -226,6 +228,13 @@ class SequenceAttempts:
         holder = self.attempt.holder(worker)
         return None if holder is None or holder.is_gone else holder
 
+    def _next_in_line(self, holder: Assignment, item: SequenceTokens, now_s: float) -> list[Action]:
+        """The way of nearly all tokens: no more is done than must be."""
+        index = len(self.output)
+        self.output.extend(item.token_ids)
+        self._attempt.last_progress_s, holder.num_absences, holder.state = now_s, 0, "running"
+        return [Emit(TokensEvent(self.spec.choice, index, item.token_ids, item.logprobs))]
+
     def _note_started(self, holder: Assignment, now_s: float) -> list[Action]:
         attempt = self._attempt
         if attempt.is_started:
@@ -236,16 +245,12 @@ class SequenceAttempts:
     def _heard_tokens(self, holder: Assignment, now_s: float) -> list[Action]:
         attempt = self._attempt
         attempt.last_progress_s, holder.num_absences = now_s, 0
-        if holder is attempt.decode:
-            holder.state = "running"
         if holder.has_tokens:
             return []
         holder.is_seen = holder.has_tokens = True
         attempt.token0_s = attempt.token0_s or now_s
-        if holder is not attempt.prefill:
-            return []
-        actions = self._note_started(holder, now_s)
-        holder.state = "leased"
+        actions = self._note_started(holder, now_s) if holder is attempt.prefill else []
+        holder.state = "leased" if holder is attempt.prefill else "running"
         return actions
 
     def _try_finish(self, now_s: float) -> list[Action]:

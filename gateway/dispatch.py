@@ -325,6 +325,11 @@ class Dispatcher:
     # --- what the state machines want
 
     def _perform(self, live: LiveSequence, actions: list[Action], now_s: float) -> None:
+        if len(actions) == 1 and live.held_prefill is None:
+            (action,) = actions
+            if isinstance(action, act.Emit) and isinstance(action.event, TokensEvent) and action.event.index > 1:
+                live.generation.push(action.event)  # nearly every token: nothing else has changed
+                return
         for action in actions:
             match action:
                 case act.Emit(event=event):

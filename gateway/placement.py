@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, field
 
 from pdserve.gateway.actions import WorkerRef
-from pdserve.gateway.prefixes import PrefixMemory, prefix_hashes
+from pdserve.gateway.prefixes import BLOCKS_PER_SPAN, PrefixMemory, prefix_hashes
 from pdserve.gateway.router import DecodeLoad, PrefillLoad, Router, ref_of
 from pdserve.gateway.windows import Windows
 from pdserve.registration import Role, WorkerRegistration
@@ -50,7 +50,7 @@ class Demand:
     def hashes(self, block_size: int) -> list[int]:
         """Prefix hashes of the prompt, computed once per block size."""
         if block_size not in self._hashes:
-            self._hashes[block_size] = prefix_hashes(self.token_ids, block_size, self.cache_salt)
+            self._hashes[block_size] = prefix_hashes(self.token_ids, BLOCKS_PER_SPAN * block_size, self.cache_salt)
         return self._hashes[block_size]
 
     def num_decode_blocks(self, block_size: int) -> int:
@@ -101,7 +101,7 @@ class Placement:
     def num_guessed_tokens(self, demand: Demand, worker: WorkerRegistration) -> int:
         """Prompt tokens that the worker probably has in its prefix cache."""
         hashes = demand.hashes(worker.block_size)
-        return self.prefixes.num_hit_blocks(ref_of(worker), hashes) * worker.block_size
+        return self.prefixes.num_hit_spans(ref_of(worker), hashes) * BLOCKS_PER_SPAN * worker.block_size
 
     def num_uncached_tokens(self, demand: Demand, worker: WorkerRegistration) -> int:
         """Prompt tokens that the worker would have to compute, as far as its guesses have come true."""
@@ -112,7 +112,7 @@ class Placement:
         """A PrefillJob goes out."""
         ref = ref_of(worker)
         self.prefill_windows.take(ref, key, self.num_uncached_tokens(demand, worker), now_s)
-        self.prefixes.note_sent(ref, demand.hashes(worker.block_size), worker.num_blocks)
+        self.prefixes.note_sent(ref, demand.hashes(worker.block_size), worker.num_blocks // BLOCKS_PER_SPAN)
         self.release_unbound(key)
         num_blocks = demand.num_decode_blocks(worker.block_size)
         self._unbound[key] = (worker.kv_signature, num_blocks)

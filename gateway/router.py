@@ -23,6 +23,10 @@ UNMEASURED_TOKENS_PER_S = 1_000.0
 """Stands in while no prefill worker has measured its rate; only comparisons depend on it."""
 
 
+Pairs = tuple[list[WorkerRegistration], list[WorkerRegistration]]
+"""(prefill, decode)"""
+
+
 def ref_of(worker: WorkerRegistration) -> WorkerRef:
     """The process behind a registration."""
     return WorkerRef(worker.worker_id, worker.generation)
@@ -64,6 +68,7 @@ class Router:
     ) -> None:
         self._fingerprint, self._rng, self._avoid_s = fingerprint, rng, avoid_s
         self._place = place or Place()
+        self._paired: tuple[Mapping[str, WorkerRegistration], Pairs] | None = None
         self._avoided_until_s: dict[tuple[WorkerRef, WorkerRef | None], float] = {}
 
     # --- candidates
@@ -76,10 +81,16 @@ class Router:
             if worker.role is role and worker.state is WorkerState.READY and worker.fingerprint == self._fingerprint
         ]
 
-    def pairs(
-        self, workers: Mapping[str, WorkerRegistration]
-    ) -> tuple[list[WorkerRegistration], list[WorkerRegistration]]:
-        """(prefill, decode) workers that have a partner of equal KV signature."""
+    def pairs(self, workers: Mapping[str, WorkerRegistration]) -> Pairs:
+        """(prefill, decode) workers that have a partner of equal KV signature.
+
+        Remembered until another mapping comes: a registry view makes a new one with every poll.
+        """
+        if self._paired is None or self._paired[0] is not workers:
+            self._paired = workers, self._pair(workers)
+        return self._paired[1]
+
+    def _pair(self, workers: Mapping[str, WorkerRegistration]) -> Pairs:
         prefill, decode = self.ready(workers, Role.PREFILL), self.ready(workers, Role.DECODE)
         shared = {worker.kv_signature for worker in prefill} & {worker.kv_signature for worker in decode}
         return (

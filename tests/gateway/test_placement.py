@@ -65,7 +65,7 @@ def test_cached_prefixes_take_no_room_and_draw_the_prompt_to_their_worker() -> N
         same = demand(40)
         assert worker_id(p.find_prefill(same, workers, 0.0, set())) == "p1"
         p.take_prefill("b", same, workers["p1"], 0.0)
-        assert p.prefill_windows.total(ref_of(workers["p1"])) == 4
+        assert p.prefill_windows.total(ref_of(workers["p1"])) == 40 - 2 * 16
 
 
 def test_a_prompt_waits_in_the_gateway_while_the_decode_pool_is_full() -> None:
