@@ -9,6 +9,7 @@ It never samples output index 0 of a hand-off itself: token 0 comes from the pre
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable
 
@@ -163,7 +164,7 @@ class DecodeWorker:
         token0, logprobs = hand_off.token0, hand_off.token0_logprobs
         attempt.add_token(token0, logprobs)
         attempt.timing = Timing(transfer_s=hand_off.transfer_s, transfer_bytes=hand_off.num_bytes)
-        self._thread.post(lambda: self._engine.activate(attempt.sequence, token0, logprobs))
+        self._thread.post_output(lambda: _without_tokens(self._engine.activate(attempt.sequence, token0, logprobs)))
 
     def on_hand_off_failed(self, hand_off: HandOff, reason: str) -> None:
         """No READ is in flight any more. Compute the prompt here if allowed and token 0 is known, else give up."""
@@ -176,7 +177,7 @@ class DecodeWorker:
         token0, logprobs = hand_off.token0, hand_off.token0_logprobs
         self._watch.local_prefill(attempt.sequence.num_prompt_tokens)
         attempt.add_token(token0, logprobs)
-        self._thread.post(lambda: self._engine.recompute(attempt.sequence, token0, logprobs))
+        self._thread.post_output(lambda: _without_tokens(self._engine.recompute(attempt.sequence, token0, logprobs)))
 
     # --- the engine's output
 
@@ -250,3 +251,8 @@ class DecodeWorker:
         """New transports under the new generation: a fence for every READ of the old one."""
         await self._transports.reopen(*self._identity.peer)
         self._hand_offs.forget_all()
+
+
+def _without_tokens(output: StepOutput | None) -> StepOutput | None:
+    """Token 0 of a hand-off is in the attempt already; only what it ended is news."""
+    return None if output is None else dataclasses.replace(output, tokens=[])

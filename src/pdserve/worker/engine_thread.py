@@ -98,6 +98,16 @@ class EngineThread:
         """Run a command between two steps; its exception is a defect and is logged."""
         self._commands.put(command)
 
+    def post_output(self, command: Callable[[], StepOutput | None]) -> None:
+        """As `post`; what the command ended is told like a step's output."""
+
+        def deliver() -> None:
+            output = command()
+            if output is not None and self._listener is not None:
+                self._deliver(self._listener.on_step, output)
+
+        self._commands.put(deliver)
+
     async def call(self, function: Callable[[], T]) -> T:
         """Run a function between two steps and wait for its result or exception."""
         loop = asyncio.get_running_loop()

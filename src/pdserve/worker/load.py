@@ -104,6 +104,7 @@ def _load_executor(settings: WorkerSettings, card: ModelCard) -> Executor:
         max_model_len=card.max_model_len,
         threads=settings.threads,
         quantization=settings.quantization,
+        deterministic=settings.deterministic,
         fake=fake,
     )
 

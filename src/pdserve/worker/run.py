@@ -168,7 +168,7 @@ class _Worker:
             kv_signature=model.kv_signature,
             block_size=model.engine.block_size,
             num_blocks=model.engine.block_pool.num_blocks,
-            max_model_len=model.card.max_model_len,
+            max_model_len=model.engine.executor.max_model_len,
             url=f"http://{settings.advertise_host or settings.host}:{port}",
             node=settings.node or socket.gethostname(),
             zone=settings.zone,
