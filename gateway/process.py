@@ -62,8 +62,8 @@ class GatewayProcess:
         ProcessMetrics(self._collectors, self._bus)
         counting = GatewayCounting(_metrics(self._collectors, settings, card))
         self._dispatcher = _dispatcher(self._bus, self._view, card, gateway_id, settings, counting)
-        # Encoding releases the interpreter lock: more threads than cores would only wait.
-        self._executor = ThreadPoolExecutor(max(2, os.cpu_count() or 2), thread_name_prefix="text")
+        # Encoding releases the interpreter lock; a few more threads than cores let short prompts pass long ones.
+        self._executor = ThreadPoolExecutor(2 + (os.cpu_count() or 2), thread_name_prefix="text")
         self._frontend = Frontend(
             card,
             prompts,

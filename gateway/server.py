@@ -17,6 +17,8 @@ from fastapi import FastAPI
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 _BACKLOG = 2048
+_TICKS_PER_S = 10
+"""uvicorn renews its Date header every tenth tick."""
 
 
 def listen(host: str, port: int, *, is_shared: bool = False) -> socket.socket:
@@ -76,7 +78,7 @@ class HttpServer:
 
     def stop(self) -> None:
         """Close the listener and all connections."""
-        self._server.should_exit = True
+        self._server.stop()
 
 
 class _OwnedServer(uvicorn.Server):
@@ -85,10 +87,24 @@ class _OwnedServer(uvicorn.Server):
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
         self.has_started = asyncio.Event()
+        self._stopping = asyncio.Event()
+
+    def stop(self) -> None:
+        self.should_exit = True
+        self._stopping.set()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self.has_started.set()
+
+    async def main_loop(self) -> None:
+        """Once a second instead of ten times, and stopped at once."""
+        counter = 0
+        while not await self.on_tick(counter):
+            counter += _TICKS_PER_S
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(1.0):
+                    await self._stopping.wait()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:

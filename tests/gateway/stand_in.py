@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +24,7 @@ from pdserve.gateway.server import HttpServer, listen, url_of
 from pdserve.gateway.system_routes import SystemView
 from pdserve.messages import TokenLogprobs
 from pdserve.models.card import ModelCard
+from pdserve.models.tiny_tokenizer import build_tokenizer
 
 Step = list[int] | str | RequestError | asyncio.Event
 """Tokens that come together; a finish reason; a failure; or something to wait for."""
@@ -85,7 +87,8 @@ class ScriptedDispatcher:
                 ids = step[: limit - index]
                 for offset in range(len(ids)):
                     generation.waterfall.note_token(choice, index + offset, time.monotonic())
-                logprobs = [_logprobs(request, token_id) for token_id in ids] if request.sampling.logprobs is not None else None
+                has_logprobs = request.sampling.logprobs is not None
+                logprobs = [_logprobs(request, token_id) for token_id in ids] if has_logprobs else None
                 generation.push(TokensEvent(choice, index, list(ids), logprobs))
                 index, last = index + len(ids), ids[-1] if ids else last
                 if index >= limit:
@@ -164,16 +167,17 @@ async def running(
 
 def speak(text: str, *, reason: str = "stop", together: int = 1) -> Script:
     """A script that says `text`, `together` tokens at a time; the ids are those of the tiny model."""
-    from pdserve.models.tiny_tokenizer import build_tokenizer
-
     ids = build_tokenizer().encode(text).ids
     return lambda request, choice: [*[ids[n : n + together] for n in range(0, len(ids), together)], reason]
 
 
+def refuse_constant(name: str) -> float:
+    """NaN and Infinity are no JSON."""
+    raise ValueError(name)
+
+
 def events_of(text: str) -> list[dict[str, Any] | str]:
     """Parse a stream strictly: each event an id line and a data line, `[DONE]` as text."""
-    import json
-
     events: list[dict[str, Any] | str] = []
     for block in text.removesuffix("\n\n").split("\n\n"):
         if block.startswith(":"):
@@ -183,5 +187,5 @@ def events_of(text: str) -> list[dict[str, Any] | str]:
         assert id_line.endswith(f":{len(events)}"), block
         assert data_line.startswith("data: "), block
         data = data_line.removeprefix("data: ")
-        events.append(data if data == "[DONE]" else json.loads(data, parse_constant=lambda name: 1 / 0))
+        events.append(data if data == "[DONE]" else json.loads(data, parse_constant=refuse_constant))
     return events
