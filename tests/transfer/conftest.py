@@ -49,14 +49,14 @@ class PeerProcess:
         with socket.socket(socket.AF_UNIX) as connection:
             connection.connect(nursery)
             self._lines, self._words = connection.makefile("r"), connection.makefile("w")
-        self._say(self.options)
+        self.say(self.options)
         self.pid = int(self._lines.readline())
         self._descriptor: Descriptor | None = None
         generator = torch.Generator().manual_seed(seed)
         shape = (self.options["num_blocks"], self.options["block_bytes"])
         self.blocks = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
 
-    def _say(self, what: object) -> None:
+    def say(self, what: object) -> None:
         print(json.dumps(what), file=self._words, flush=True)
 
     @property
@@ -75,7 +75,7 @@ class PeerProcess:
         return psutil.pid_exists(self.pid)
 
     def command(self, *words: object) -> None:
-        self._say(words)
+        self.say(words)
         assert self._lines.readline() == "ok\n"
 
     def expect_all(self) -> PeerProcess:

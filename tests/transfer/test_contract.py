@@ -205,11 +205,11 @@ def test_disconnecting_fails_reads_on_their_way(local, spawn_peer):
 
 
 def test_aborted_read_writes_nothing_once_it_is_terminal(make_local, spawn_peer):
-    size = {"num_blocks": 64, "block_bytes": 1 << 20}
+    size = {"num_blocks": 24, "block_bytes": 1 << 20}
     local, slow = make_local(**size), spawn_peer(**size).expect_all()
     local.transport.connect(slow.descriptor)
     slow.freeze()  # what it has not sent yet, it sends when it thaws
-    handle = local.pull(slow.peer, list(range(64)), list(range(64)))
+    handle = local.pull(slow.peer, list(range(24)), list(range(24)))
     is_terminal = local.transport.abort(handle)
     if not is_terminal:
         slow.thaw()
@@ -224,11 +224,11 @@ def test_aborted_read_writes_nothing_once_it_is_terminal(make_local, spawn_peer)
 
 @pytest.mark.parametrize("teardown", ["close", "recreate"])
 def test_teardown_is_a_fence(make_local, spawn_peer, teardown):
-    size = {"num_blocks": 64, "block_bytes": 1 << 20}
+    size = {"num_blocks": 24, "block_bytes": 1 << 20}
     local, frozen = make_local(**size), spawn_peer(**size).expect_all()
     local.transport.connect(frozen.descriptor)
     frozen.freeze()
-    local.pull(frozen.peer, list(range(64)), list(range(64)))
+    local.pull(frozen.peer, list(range(24)), list(range(24)))
     getattr(local.transport, teardown)()
     local.blocks.fill_(0x55)
     frozen.thaw()
