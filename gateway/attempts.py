@@ -92,7 +92,7 @@ class SequenceAttempts:
 
     def no_decode_worker(self, now_s: float) -> list[Action]:
         """Every decode worker there is had this attempt and refused or failed it."""
-        return self._requeue("no_decode_worker", now_s)
+        return self._requeue("no_capacity", now_s)
 
     # --- what workers say
 
@@ -182,7 +182,7 @@ class SequenceAttempts:
         if self.is_done or attempt is None:
             return []
         if attempt.wants_decode and attempt.is_lease_over(now_s, self.limits.kv_lease_s):
-            return self._requeue("no_decode_worker", now_s)
+            return self._requeue("no_capacity", now_s)
         if now_s - attempt.last_progress_s > self.limits.progress_timeout_s:
             return self._no_progress(attempt, now_s)
         return [] if attempt.finisher is None else self._ask_resend(attempt.finisher, now_s)

@@ -283,20 +283,17 @@ class Dispatcher:
 
     def _look_at_workers(self, now_s: float) -> None:
         workers = self._view.workers
+        for worker_id, before in self._seen.items():
+            if worker_id not in workers or workers[worker_id].generation != before.generation:
+                self._placement.forget(ref_of(before))
         for worker_id, worker in workers.items():
-            before = self._seen.get(worker_id)
-            if before is not worker:
+            if self._seen.get(worker_id) is not worker:
                 self._placement.refresh(worker, now_s)
         self._seen = dict(workers)
-        used = {ref for live in self._table.all() for ref in _workers_of(live)}
-        for ref in used:
+        for ref in {ref for live in self._table.all() for ref in live.workers()}:
             if self._view.is_gone(*ref):
-                self._on_worker_gone(ref, now_s)
-
-    def _on_worker_gone(self, worker: WorkerRef, now_s: float) -> None:
-        self._placement.prefixes.forget(worker)
-        for live in self._table.all():
-            self._perform(live, live.machine.on_worker_gone(worker, now_s), now_s)
+                for live in self._table.all():
+                    self._perform(live, live.machine.on_worker_gone(ref, now_s), now_s)
 
     def _bus_down_s(self, now_s: float) -> float:
         return 0.0 if self._bus_down_since_s is None else max(1e-9, now_s - self._bus_down_since_s)
@@ -389,8 +386,3 @@ class Dispatcher:
         if live.machine.is_done:
             self._pump.remove(live)
             self._table.remove(live)
-
-
-def _workers_of(live: LiveSequence) -> list[WorkerRef]:
-    attempt = live.machine.attempt
-    return [holder.worker for holder in attempt.holders()] if attempt is not None else []

@@ -38,6 +38,11 @@ class LiveSequence:
         """Identity within the gateway."""
         return self.machine.spec.key
 
+    def workers(self) -> list[WorkerRef]:
+        """Workers that may hold the current attempt."""
+        attempt = self.machine.attempt
+        return [holder.worker for holder in attempt.holders()] if attempt is not None else []
+
     def note_attempt(self) -> None:
         """Bring the timeline's record of the current attempt up to date."""
         attempt = self.machine.attempt

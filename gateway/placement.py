@@ -86,6 +86,7 @@ class Placement:
         if not prefill:
             return Wait.NO_PAIR
         roomy = {worker.kv_signature for worker in decode if self._has_decode_room(demand, worker.kv_signature, decode)}
+        blocked.update(ref_of(worker) for worker in prefill if worker.kv_signature not in roomy)
         candidates = [
             worker for worker in prefill if worker.kv_signature in roomy and not self._is_inbox_full(ref_of(worker))
         ]
@@ -154,6 +155,12 @@ class Placement:
         kv_signature, num_blocks = self._unbound.pop(key, ("", 0))
         self._num_unbound_blocks[kv_signature] -= num_blocks
 
+    def forget(self, worker: WorkerRef) -> None:
+        """The worker is gone, with its queue and its cache."""
+        self.prefixes.forget(worker)
+        self.prefill_windows.forget(worker)
+        self.decode_windows.forget(worker)
+
     def refresh(self, worker: WorkerRegistration, now_s: float) -> None:
         """A newer registration of this worker was read."""
         self.prefill_windows.refresh(ref_of(worker), now_s)
@@ -187,7 +194,7 @@ class Placement:
 
     def _prefill_load(self, demand: Demand, worker: WorkerRegistration) -> PrefillLoad:
         return PrefillLoad(
-            num_queued_tokens=worker.load.waiting_tokens + self.prefill_windows.unsettled(ref_of(worker)),
+            num_queued_tokens=max(0, worker.load.waiting_tokens + self.prefill_windows.unsettled(ref_of(worker))),
             num_uncached_tokens=self.num_uncached_tokens(demand, worker),
         )
 

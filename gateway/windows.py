@@ -1,7 +1,8 @@
 """What this gateway has outstanding at each worker, against the window that the worker grants to every gateway.
 
 P grants prompt tokens, D grants KV blocks. A holding is *unsettled* until the worker's own load figures include
-it: that is what the gateway adds to them. Pure: told about time, never about clocks or the bus.
+it, and *returned* when it ended while they still did: that is how the gateway corrects them between two
+heartbeats. Pure: told about time, never about clocks or the bus.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ class WorkerHoldings:
     total: int = 0
     unsettled: int = 0
     num_unsettled: int = 0
+    returned: int = 0
 
 
 class Windows:
@@ -54,17 +56,28 @@ class Windows:
         if holdings is None or holding is None:
             return
         holdings.total -= holding.amount
-        if not holding.is_settled:
+        if holding.is_settled:
+            holdings.returned += holding.amount
+        else:
             holdings.unsettled -= holding.amount
             holdings.num_unsettled -= 1
-        if not holdings.by_key:
-            del self._workers[worker]
 
     def refresh(self, worker: WorkerRef, now_s: float) -> None:
         """A newer registration was read: it includes every job that had time to arrive before it was written."""
         holdings = self._workers.get(worker)
-        if holdings is None or not holdings.num_unsettled:
+        if holdings is None:
             return
+        holdings.returned = 0
+        if not holdings.by_key:
+            del self._workers[worker]
+        elif holdings.num_unsettled:
+            self._settle(holdings, now_s)
+
+    def forget(self, worker: WorkerRef) -> None:
+        """The worker is gone."""
+        self._workers.pop(worker, None)
+
+    def _settle(self, holdings: WorkerHoldings, now_s: float) -> None:
         for holding in holdings.by_key.values():
             if not holding.is_settled and now_s - holding.sent_s >= self._settle_after_s:
                 holding.is_settled = True
@@ -77,9 +90,9 @@ class Windows:
         return holdings.total if holdings else 0
 
     def unsettled(self, worker: WorkerRef) -> int:
-        """What the worker's load figures do not include yet."""
+        """What the worker's load figures do not include yet, less what they include no longer rightly."""
         holdings = self._workers.get(worker)
-        return holdings.unsettled if holdings else 0
+        return holdings.unsettled - holdings.returned if holdings else 0
 
     def num_unsettled(self, worker: WorkerRef) -> int:
         """How many jobs the worker's load figures do not include yet."""
@@ -88,9 +101,5 @@ class Windows:
 
     def has_any(self, worker: WorkerRef) -> bool:
         """Whether anything of ours is there: if not, one job always goes, however small the window."""
-        return worker in self._workers
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing is outstanding anywhere."""
-        return not self._workers
+        holdings = self._workers.get(worker)
+        return holdings is not None and bool(holdings.by_key)

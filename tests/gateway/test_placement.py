@@ -85,6 +85,18 @@ def test_a_prompt_waits_in_the_gateway_while_the_decode_pool_is_full() -> None:
     assert worker_id(p.find_prefill(third, workers, 0.0, set())) == "P"
 
 
+def test_small_prompts_do_not_overtake_a_large_one_that_waits_for_the_decode_pool() -> None:
+    p = placement()
+    workers = pool(prefill(window=10_000), decode(window=10))
+    first = demand(12)
+    p.take_prefill("first", first, workers["P"], 0.0)
+    p.take_decode("first", first, workers["D"], 0.0)
+    blocked: set[WorkerRef] = set()
+    assert p.find_prefill(demand(28, 100), workers, 0.0, blocked) is Wait.NO_ROOM
+    assert p.find_prefill(demand(4, 200), workers, 0.0, blocked) is Wait.NO_ROOM
+    assert worker_id(p.find_prefill(demand(4, 200), workers, 0.0, set())) == "P"
+
+
 def test_what_a_decode_worker_has_reported_as_used_is_not_subtracted_twice() -> None:
     p, worker = placement(), decode(window=14)
     p.take_decode("a", demand(20), worker, 0.0)
