@@ -1,13 +1,7 @@
 """`python -m pdserve.gateway`."""
 
-from __future__ import annotations
-
 import sys
 
-from pdserve.errors import PdserveError
-from pdserve.gateway.main import main
+from pdserve.cli import run
 
-try:
-    sys.exit(main(sys.argv[1:]))
-except PdserveError as error:
-    sys.exit(f"pdserve gateway: {error}")
+sys.exit(run("gateway", sys.argv[1:]))

@@ -23,7 +23,7 @@ from prometheus_client import CollectorRegistry
 
 from pdserve.bus.bus import Bus
 from pdserve.bus.registry import Registry, RegistryView
-from pdserve.errors import BusError
+from pdserve.errors import BusError, SettingError
 from pdserve.faults import Faults
 from pdserve.gateway.app import create_app, create_system_app
 from pdserve.gateway.chat_prompt import ChatPrompts
@@ -103,8 +103,8 @@ class GatewayProcess:
         """The API's socket, and that of METRICS_PORT; with one of its own, the API's port may be shared."""
         settings = self._settings
         has_own_port = settings.metrics_port != 0
-        api = listen(settings.host, settings.port, is_shared=has_own_port)
-        return api, listen(settings.host, settings.metrics_port) if has_own_port else None
+        api = _listen("PORT", settings.host, settings.port, is_shared=has_own_port)
+        return api, _listen("METRICS_PORT", settings.host, settings.metrics_port) if has_own_port else None
 
     def _servers(self, api_socket: socket.socket, system_socket: socket.socket | None) -> list[HttpServer]:
         settings = self._settings
@@ -167,6 +167,13 @@ class GatewayProcess:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_LAST_WRITES_S):
                 await self._frontend.wait_until_idle()
+
+
+def _listen(name: str, host: str, port: int, *, is_shared: bool = False) -> socket.socket:
+    try:
+        return listen(host, port, is_shared=is_shared)
+    except OSError as error:
+        raise SettingError(name, port, f"a port that is free on {host} ({error.strerror})") from error
 
 
 async def _run_until(
