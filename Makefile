@@ -17,7 +17,7 @@ CPU_KERNELS := $(wildcard setup.py kernels/cpu/*)
 
 # One line with the names pip collects instead of hundreds of lines; everything is kept in the log.
 LOG := $(VENV)/setup.log
-SHOW := tee $(LOG) | awk '/^Collecting /{printf "%s%s", n++ ? " " : "    ", $$2; fflush()} /^(Installing collected|Building wheel)/{if (n) print ""; n=0; print "    " substr($$0, 1, 90) (length > 90 ? " …" : ""); fflush()}'
+SHOW := tee $(LOG) | awk '/^Collecting /{sub(/[^A-Za-z0-9_.-].*/, "", $$2); printf "%s%s", n++ ? " " : "    ", $$2; fflush()} /^(Installing collected|Building wheel)/{if (n) print ""; n=0; print "    " substr($$0, 1, 90) (length > 90 ? " …" : ""); fflush()}'
 CHECKED := || { echo; echo "setup failed; the end of $(LOG):"; grep -v 'is ignored' $(LOG) | tail -n 25; exit 1; }
 
 .PHONY: help setup up test test-all lint bench modules clean
@@ -48,9 +48,11 @@ $(VENV)/.dependencies: pyproject.toml | $(VENV)/bin/python
 	@touch $@ $(VENV)/.extension
 
 $(VENV)/.extension: $(CPU_KERNELS) | $(VENV)/.dependencies
-	@echo "==> rebuilding the CPU kernels"
-	@$(PIP) --no-deps -e . 2>&1 | $(SHOW) $(CHECKED)
-	@touch $@
+	@if [ ! -e $@ ] || [ -n "$$(find $(CPU_KERNELS) -newer $@)" ]; then \
+	    echo "==> rebuilding the CPU kernels"; \
+	    { $(PIP) --no-deps -e . 2>&1 | $(SHOW); } $(CHECKED); \
+	    touch $@; \
+	fi
 
 up: setup
 	@$(VENV)/bin/pdserve up $(ARGS)

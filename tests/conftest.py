@@ -11,7 +11,7 @@ import pytest
 @pytest.fixture(scope="session")
 def redis_server() -> Iterator[str]:
     """URL of one embedded server for the whole session."""
-    from pdserve.local.redis_server import RedisServer
+    from pdserve.local.redis_server import RedisServer  # noqa: PLC0415  only for tests that use it
 
     with RedisServer() as server:
         yield server.url
@@ -20,7 +20,7 @@ def redis_server() -> Iterator[str]:
 @pytest.fixture
 def redis_url(redis_server: str) -> str:
     """URL of an empty real Redis-compatible server."""
-    import redis
+    import redis  # noqa: PLC0415  only for tests that use it
 
     with redis.Redis.from_url(redis_server) as client:
         client.flushall()
@@ -30,6 +30,6 @@ def redis_url(redis_server: str) -> str:
 @pytest.fixture(scope="session")
 def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A seeded random Llama with a byte-level tokenizer and a chat template."""
-    from pdserve.models.tiny import make_model
+    from pdserve.models.tiny import make_model  # noqa: PLC0415  only for tests that use it
 
     return make_model(tmp_path_factory.mktemp("models") / "tiny", arch="llama", seed=0)
