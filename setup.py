@@ -15,7 +15,7 @@ from setuptools.command.build_ext import build_ext
 
 SOURCES = Path("kernels/cpu")
 COMMON_FLAGS = (
-    *("-O3", "-std=c++20", "-fPIC", "-fvisibility=hidden", "-pthread", "-w"),
+    *("-O3", "-std=c++20", "-fPIC", "-fvisibility=hidden", "-pthread", "-w", "-g0"),
     # One rounding per operation as written, in every copy of a loop: results do not depend on the batch.
     *("-ffp-contract=off", "-fno-math-errno"),
 )

@@ -212,30 +212,39 @@ private:
         int low = split * kSplitTokens, high = low + kSplitTokens;
         if (low < begin) low = begin / kKeyTile * kKeyTile;
         if (high > end) high = end;
-        for (int token = low; token < high; token += kKeyTile) {
+        const KV *rows[2][kKeyTile], *value_rows[kKeyTile];
+        locate(low, high, rows[0]);
+        for (int token = low, turn = 0; token < high; token += kKeyTile, turn ^= 1) {
             const int tokens = high - token < kKeyTile ? high - token : kKeyTile;
-            const KV *key_rows[kKeyTile], *value_rows[kKeyTile];
-            for (int j = 0; j < kKeyTile; ++j) {
-                key_rows[j] = cache_.key(table_, token + (j < tokens ? j : tokens - 1));
-                value_rows[j] = key_rows[j] + cache_.value_offset;
-            }
+            const int following = token + kKeyTile < high ? locate(token + kKeyTile, high, rows[turn ^ 1]) : 0;
+            for (int j = 0; j < tokens; ++j) value_rows[j] = rows[turn][j] + cache_.value_offset;
             for (int h = 0; h < item.num_heads; ++h) {
-                if (item.num_queries == 1 && token + kKeyTile < end)
-                    fetch_tile(token + kKeyTile, end, (item.first_head + h) * dim_);
-                run_tile(h, (item.first_head + h) * dim_, token, tokens, key_rows, value_rows);
+                const int64_t offset = (item.first_head + h) * dim_;
+                if (item.num_queries == 1)
+                    for (int j = 0; j < following; ++j) fetch_row(rows[turn ^ 1][j] + offset);
+                run_tile(h, offset, token, tokens, rows[turn], value_rows);
             }
         }
     }
 
-    void fetch_tile(int token, int end, int64_t offset) const {
-        const int last = token + kKeyTile < end ? token + kKeyTile : end;
-        const int row_bytes = dim_ * static_cast<int>(sizeof(KV));
-        for (; token < last; ++token) {
-            const KV* key = cache_.key(table_, token) + offset;
-            const char* bytes[] = {reinterpret_cast<const char*>(key),
-                                   reinterpret_cast<const char*>(key + cache_.value_offset)};
-            for (const char* row : bytes)
-                for (int i = 0; i < row_bytes; i += kLine) prefetch(row + i);
+    // Pointers to the keys of a tile's tokens; beyond `end` the last one again. Returns the number of tokens.
+    int locate(int token, int end, const KV** rows) const {
+        const int count = end - token < kKeyTile ? end - token : kKeyTile;
+        int block = token / cache_.block_size, slot = token % cache_.block_size;
+        for (int j = 0; j < count; ++block, slot = 0) {
+            const KV* key = cache_.base + table_[block] * cache_.block_stride + slot * cache_.token_stride;
+            for (; slot < cache_.block_size && j < count; ++slot, key += cache_.token_stride) rows[j++] = key;
+        }
+        for (int j = count; j < kKeyTile; ++j) rows[j] = rows[count - 1];
+        return count;
+    }
+
+    void fetch_row(const KV* key) const {
+        const char* keys = reinterpret_cast<const char*>(key);
+        const char* values = reinterpret_cast<const char*>(key + cache_.value_offset);
+        for (int i = 0; i < dim_ * static_cast<int>(sizeof(KV)); i += kLine) {
+            prefetch(keys + i);
+            prefetch(values + i);
         }
     }
 
@@ -244,9 +253,9 @@ private:
                   const KV* const* value_rows) {
         const int panels = (tokens + kPanel - 1) / kPanel;
         for (int j = 0; j < panels * kPanel; j += kWidth)
-            for (int d = 0; d < dim_; d += kWidth)
-                transpose(key_rows + j, offset + d, keys_ + j / kPanel * kPanel * dim_ + d * kPanel + j % kPanel,
-                          kPanel);
+            for (int d = 0; d < dim_;)
+                d += transpose(key_rows + j, offset + d, dim_ - d,
+                               keys_ + j / kPanel * kPanel * dim_ + d * kPanel + j % kPanel, kPanel);
         float alpha[kMaxRows], panel_scores[kMaxRows * kPanel];
         for (int t = 0; t < tiling_.tiles; ++t) {
             const int start = tiling_.start(t), size = tiling_.size(t), state_row = h * rows_per_head_ + start;

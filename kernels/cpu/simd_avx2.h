@@ -66,9 +66,10 @@ static inline vec v_mask_range(vec a, int low, int high) {
     return _mm256_blendv_ps(_mm256_set1_ps(-__builtin_inff()), a, _mm256_castsi256_ps(in));
 }
 
-// 8 rows of 8 values (row pointers) -> target[column][row], target rows `stride` floats apart
+// 8 rows (row pointers) of 8 values from `column` on -> target[column][row], target rows `stride` floats apart.
+// Returns the number of columns done.
 template <class T>
-static inline void transpose(const T* const* rows, int64_t column, float* target, int64_t stride) {
+static inline int transpose(const T* const* rows, int64_t column, int, float* target, int64_t stride) {
     vec r[8], t[8];
 #pragma GCC unroll 8
     for (int i = 0; i < 8; ++i) r[i] = v_load(rows[i] + column);
@@ -89,6 +90,7 @@ static inline void transpose(const T* const* rows, int64_t column, float* target
         v_store(target + j * stride, _mm256_permute2f128_ps(r[j], r[4 + j], 0x20));
         v_store(target + (4 + j) * stride, _mm256_permute2f128_ps(r[j], r[4 + j], 0x31));
     }
+    return 8;
 }
 static inline void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T1); }
 }  // namespace

@@ -55,12 +55,9 @@ static inline vec v_mask_range(vec a, int low, int high) {
     return _mm512_mask_mov_ps(_mm512_set1_ps(-__builtin_inff()), in, a);
 }
 
-// 16 rows of 16 values (row pointers) -> target[column][row], target rows `stride` floats apart
-template <class T>
-static inline void transpose(const T* const* rows, int64_t column, float* target, int64_t stride) {
-    vec r[16], t[16];
-#pragma GCC unroll 16
-    for (int i = 0; i < 16; ++i) r[i] = v_load(rows[i] + column);
+// 16 x 16 words of 32 bits, in place: rows become columns
+static inline void transpose_words(vec* r) {
+    vec t[16];
 #pragma GCC unroll 8
     for (int i = 0; i < 8; ++i) {
         t[2 * i] = _mm512_unpacklo_ps(r[2 * i], r[2 * i + 1]);
@@ -75,16 +72,53 @@ static inline void transpose(const T* const* rows, int64_t column, float* target
         r[4 * i + 2] = _mm512_castpd_ps(_mm512_unpacklo_pd(b, d));
         r[4 * i + 3] = _mm512_castpd_ps(_mm512_unpackhi_pd(b, d));
     }
-    // r[4i + j] holds, in 128-bit lane l, column 4l + j of rows 4i..4i+3
+    // r[4i + j] now holds, in 128-bit lane l, column 4l + j of rows 4i..4i+3
 #pragma GCC unroll 4
     for (int j = 0; j < 4; ++j) {
         vec a = _mm512_shuffle_f32x4(r[j], r[4 + j], 0x88), b = _mm512_shuffle_f32x4(r[j], r[4 + j], 0xdd);
         vec c = _mm512_shuffle_f32x4(r[8 + j], r[12 + j], 0x88), d = _mm512_shuffle_f32x4(r[8 + j], r[12 + j], 0xdd);
-        v_store(target + j * stride, _mm512_shuffle_f32x4(a, c, 0x88));
-        v_store(target + (8 + j) * stride, _mm512_shuffle_f32x4(a, c, 0xdd));
-        v_store(target + (4 + j) * stride, _mm512_shuffle_f32x4(b, d, 0x88));
-        v_store(target + (12 + j) * stride, _mm512_shuffle_f32x4(b, d, 0xdd));
+        t[j] = _mm512_shuffle_f32x4(a, c, 0x88);
+        t[8 + j] = _mm512_shuffle_f32x4(a, c, 0xdd);
+        t[4 + j] = _mm512_shuffle_f32x4(b, d, 0x88);
+        t[12 + j] = _mm512_shuffle_f32x4(b, d, 0xdd);
     }
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; ++i) r[i] = t[i];
+}
+
+// 16 rows (row pointers) from `column` on -> target[column][row], target rows `stride` floats apart.
+// Returns the number of columns done, at most `left`.
+static inline int transpose(const float* const* rows, int64_t column, int, float* target, int64_t stride) {
+    vec r[16];
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; ++i) r[i] = v_load(rows[i] + column);
+    transpose_words(r);
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; ++i) v_store(target + i * stride, r[i]);
+    return 16;
+}
+static inline int transpose(const bf16* const* rows, int64_t column, int left, float* target, int64_t stride) {
+    vec r[16];
+    if (left < 32) {
+#pragma GCC unroll 16
+        for (int i = 0; i < 16; ++i) r[i] = v_load(rows[i] + column);
+        transpose_words(r);
+#pragma GCC unroll 16
+        for (int i = 0; i < 16; ++i) v_store(target + i * stride, r[i]);
+        return 16;
+    }
+    // pairs of columns travel together as words
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; ++i) r[i] = _mm512_loadu_ps(rows[i] + column);
+    transpose_words(r);
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; ++i) {
+        __m512i pair = _mm512_castps_si512(r[i]);
+        v_store(target + 2 * i * stride, _mm512_castsi512_ps(_mm512_slli_epi32(pair, 16)));
+        v_store(target + (2 * i + 1) * stride,
+                _mm512_castsi512_ps(_mm512_and_si512(pair, _mm512_set1_epi32(static_cast<int>(0xffff0000u)))));
+    }
+    return 32;
 }
 static inline void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T1); }
 }  // namespace

@@ -67,13 +67,15 @@ static inline vec v_mask_range(vec a, int low, int high) {
     return select((lane >= low) & (lane < high), a, v_set(-__builtin_inff()));
 }
 
-// 4 rows of 4 values (row pointers) -> target[column][row], target rows `stride` floats apart
+// 4 rows (row pointers) of 4 values from `column` on -> target[column][row], target rows `stride` floats apart.
+// Returns the number of columns done.
 template <class T>
-static inline void transpose(const T* const* rows, int64_t column, float* target, int64_t stride) {
+static inline int transpose(const T* const* rows, int64_t column, int, float* target, int64_t stride) {
     for (int i = 0; i < 4; ++i) {
         vec row = v_load(rows[i] + column);
         for (int j = 0; j < 4; ++j) target[j * stride + i] = row[j];
     }
+    return 4;
 }
 static inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 }  // namespace
