@@ -222,6 +222,7 @@ def _dispatcher(
         eos_token_ids=card.eos_token_ids,
         retry_limits=RetryLimits(
             max_attempts=settings.max_attempts,
+            kv_lease_s=settings.kv_lease_s,
             progress_timeout_s=settings.progress_timeout_s,
             roster_grace_s=settings.heartbeat_s,
         ),

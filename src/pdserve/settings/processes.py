@@ -78,6 +78,9 @@ class ProcessSettings(SharedSettings):
     heartbeat_s: float = setting(
         1.0, seconds, "Between registrations; one expires after three.", unit="s", why="A dead worker counts after 3 s."
     )
+    kv_lease_s: float = setting(
+        10.0, seconds, "P keeps blocks this long after D's last renewal.", unit="s", why="Ten heartbeats."
+    )
     drain_s: float = setting(
         30.0, seconds_or_zero, "After SIGTERM, for what is in hand.", unit="s", why="Kubernetes' grace period."
     )
@@ -228,9 +231,6 @@ class WorkerSettings(ProcessSettings):
         None, optional(text), "Address the transport listens on.", why="As HOST."
     )  # fmt: skip
     transfer_port: int = setting(0, port, "Port of the tcp transport; 0 = any free one.", why="Many share a machine.")
-    kv_lease_s: float = setting(
-        10.0, seconds, "P keeps blocks this long after D's last renewal.", unit="s", why="Ten heartbeats."
-    )
     quarantine_s: float = setting(
         20.0, seconds, "Blocks of an unfinished READ wait this long before the transport is remade.", unit="s",
         why="2 x KV_LEASE_S.", derive=lambda values: 2 * values["KV_LEASE_S"],
