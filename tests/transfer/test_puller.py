@@ -133,6 +133,37 @@ def test_one_failure_of_a_stage_ends_one_request_and_no_later_one(pulling, peer,
     assert pulling.puller.num_failures_in_a_row == 0
 
 
+def test_a_prepared_peer_is_connected_before_its_first_request(pulling, spawn_peer):
+    peer = spawn_peer().expect_all()
+    pulling.puller.prepare(peer.descriptor)
+    until_s = time.monotonic() + 5
+    while not is_connected(pulling, peer):
+        assert time.monotonic() < until_s
+        time.sleep(0.005)
+    assert pulling.pull(peer, [1], [1]).ok
+
+
+def is_connected(pulling, peer):
+    try:
+        return pulling.local.transport.is_connected(peer.peer)
+    except TransferError:
+        return False
+
+
+def test_preparing_a_frozen_or_dead_peer_costs_nothing(pulling, peer, spawn_peer):
+    frozen, dead = spawn_peer(seed=2), spawn_peer(seed=3)
+    assert frozen.descriptor
+    assert dead.descriptor
+    frozen.freeze()
+    dead.kill()
+    pulling.puller.prepare(frozen.descriptor)
+    pulling.puller.prepare(dead.descriptor)
+    started_s = time.monotonic()
+    assert pulling.pull(peer, [1], [1]).ok
+    assert time.monotonic() - started_s < 0.4
+    assert pulling.puller.failed_peers() == {}
+
+
 def test_delay_hook_delays_the_first_read(pulling, peer):
     pulling.faults.put({"pull_delay_s": 0.2})
     started_s = time.monotonic()

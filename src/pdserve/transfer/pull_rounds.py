@@ -57,12 +57,18 @@ class PullRounds:
         self._quarantines = {name: Quarantine(quarantine_s, max_blocks, clock) for name in transports}
         self._draining_since_s: dict[str, float] = {}
         self._pulls: dict[int, ActivePull] = {}
+        self._preparing: dict[PeerId, str] = {}
         self.num_recreated = 0
 
     @property
     def has_pulls(self) -> bool:
         """Whether requests are active."""
         return bool(self._pulls)
+
+    @property
+    def is_preparing(self) -> bool:
+        """Whether a connection is awaited that no request needs yet."""
+        return bool(self._preparing)
 
     @property
     def num_quarantined_blocks(self) -> int:
@@ -72,6 +78,7 @@ class PullRounds:
     def round(self) -> bool:
         """Whether something moved, so that another round is worth while at once."""
         num_results = self._collect()
+        self._watch_preparing()
         num_posted = sum(self._advance(pull) for pull in list(self._pulls.values()))
         for name, transport in self._transports.items():
             self._look_after_quarantine(name, transport)
@@ -89,14 +96,25 @@ class PullRounds:
             self._fail(pull, "lookup", f"backend {request.descriptor.backend} is not usable on this worker")
 
     def prepare(self, descriptor: Descriptor) -> None:
-        """Begin to connect to a peer that will be read from."""
+        """Connect to a peer before a request needs it. A failure costs nothing: the request tries again."""
         transport = self._transports.get(descriptor.backend)
         if transport is None:
             return
         try:
             transport.start_connect(descriptor)
+            self._preparing[descriptor.peer] = descriptor.backend
         except TransferError as error:
             _log.warning("cannot connect to %s: %s", descriptor.peer, error)
+
+    def _watch_preparing(self) -> None:
+        for peer, name in list(self._preparing.items()):
+            try:
+                is_over = self._transports[name].is_connected(peer)
+            except TransferError as error:
+                _log.info("cannot connect to %s ahead of time: %s", peer, error)
+                is_over = True
+            if is_over:
+                del self._preparing[peer]
 
     def _advance(self, pull: ActivePull) -> int:
         """Move a request on by at most one READ; returns how many were posted."""

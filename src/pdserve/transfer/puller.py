@@ -28,7 +28,7 @@ _BUSY_WAIT_S = 0.0005
 """Between rounds while READs are on their way."""
 _SERVE_WAIT_S = 0.001
 _WATCH_WAIT_S = 0.01
-"""While there is nothing but quarantined READs."""
+"""While there are only quarantined READs, and connections that no request needs yet."""
 _IDLE_WAIT_S = 0.25
 """A slow beat, so that a peer's wire-up is answered even where nobody said that leases exist."""
 
@@ -96,6 +96,10 @@ class Puller:
         """Start the thread."""
         self._thread.start()
 
+    def prepare(self, descriptor: Descriptor) -> None:
+        """Connect to a peer before its first request: the first READ from a peer is slow."""
+        self._command(lambda: self._rounds.prepare(descriptor))
+
     def submit(self, request: PullRequest) -> int:
         """Fetch blocks; returns a ticket for `abort`.
 
@@ -105,10 +109,6 @@ class Puller:
         ticket = next(self._tickets)
         self._command(lambda: self._rounds.begin(ticket, request))
         return ticket
-
-    def prepare(self, descriptor: Descriptor) -> None:
-        """Connect to a peer before the first request needs it. A failure shows at that request."""
-        self._command(lambda: self._rounds.prepare(descriptor))
 
     def abort(self, ticket: int) -> None:
         """End a request with reason aborted, unless it has ended."""
@@ -183,7 +183,8 @@ class Puller:
             return _BUSY_WAIT_S
         if self._is_serving:
             return _SERVE_WAIT_S
-        return _WATCH_WAIT_S if self._rounds.num_quarantined_blocks else _IDLE_WAIT_S
+        is_watching = self._rounds.num_quarantined_blocks or self._rounds.is_preparing
+        return _WATCH_WAIT_S if is_watching else _IDLE_WAIT_S
 
     def _take_commands(self) -> None:
         while self._commands:
