@@ -18,6 +18,7 @@ from pdserve.gateway.body import ClientGoneError, Receive, read_fields
 from pdserve.gateway.error_body import internal_error
 from pdserve.gateway.fields import Fields
 from pdserve.gateway.frontend import Call, Frontend
+from pdserve.gateway.server import ABORT
 from pdserve.gateway.sse import Responder, Send, SlowClientError
 from pdserve.log import get_logger
 
@@ -43,23 +44,30 @@ class PostEndpoint:
         frontend = self.frontend
         headers = dict(scope["headers"])
         call = self._call(headers, send)
+        abort = scope.get("extensions", {}).get(ABORT, _nothing)
         if not self.is_generation:
-            await self._serve(call, headers, receive)
+            await self._serve(call, headers, receive, abort)
             return
         with frontend.active():
             try:
-                await self._serve(call, headers, receive)
+                await self._serve(call, headers, receive, abort)
             finally:
                 call.record.duration_s = frontend.clock() - call.received_s
                 frontend.observer.ended(call.record)
 
-    async def _serve(self, call: Call, headers: Mapping[bytes, bytes], receive: Receive) -> None:
+    async def _serve(
+        self, call: Call, headers: Mapping[bytes, bytes], receive: Receive, abort: Callable[[], None]
+    ) -> None:
         record, responder = call.record, call.responder
         try:
             await self._answer(call, headers, receive)
             record.code = responder.status or CLIENT_LEFT
-        except (ClientGoneError, SlowClientError):
+        except (ClientGoneError, SlowClientError) as error:
             record.code, record.finish_reason = responder.status or CLIENT_LEFT, "cancelled"
+            if isinstance(error, SlowClientError):
+                _log.info("request %s: the client does not read, its connection is closed", call.request_id)
+                abort()
+                await asyncio.sleep(0)  # the server notices before this returns
         except RequestError as error:
             await self._fail(call, error)
         except Exception:
@@ -127,6 +135,10 @@ async def _until_client_leaves(receive: Receive, work: Coroutine[Any, Any, None]
         leaving.cancel()
         working.cancel()
         await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+def _nothing() -> None:
+    """For servers that cannot abort a connection."""
 
 
 async def _leave(receive: Receive) -> None:

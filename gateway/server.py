@@ -16,6 +16,8 @@ import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+ABORT = "pdserve.abort"
+"""Scope extension: closes the connection at once and forgets what it has not written."""
 _BACKLOG = 2048
 _TICKS_PER_S = 10
 """uvicorn renews its Date header every tenth tick."""
@@ -122,5 +124,9 @@ def _bounded_protocol(stream_buffer_bytes: int, stall_timeout_s: float) -> type[
             option: Any = getattr(socket, "TCP_USER_TIMEOUT", None)
             if sock is not None and option is not None and sock.family != socket.AF_UNIX:
                 sock.setsockopt(socket.IPPROTO_TCP, option, int(1000 * stall_timeout_s))
+
+        def on_message_begin(self) -> None:
+            super().on_message_begin()
+            cast("dict[str, Any]", self.scope)["extensions"] = {ABORT: self.transport.abort}
 
     return BoundedProtocol

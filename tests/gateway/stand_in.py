@@ -120,7 +120,6 @@ class Service:
     client: httpx.AsyncClient
     dispatcher: ScriptedDispatcher
     frontend: Frontend
-    sock: Any
 
     def ids(self, text: str) -> list[int]:
         return self.frontend.prompts.tokenizer.encode(text)
@@ -159,10 +158,12 @@ async def running(
         server = HttpServer(create_app(frontend, view), sock, **server_options)
         task = asyncio.create_task(server.run())
         await server.wait_until_listening()
-        async with httpx.AsyncClient(base_url=url_of(sock), timeout=30) as client:
-            yield Service(url_of(sock), client, dispatcher, frontend, sock)
-        server.stop()
-        await task
+        try:
+            async with httpx.AsyncClient(base_url=url_of(sock), timeout=30) as client:
+                yield Service(url_of(sock), client, dispatcher, frontend)
+        finally:
+            server.stop()
+            await task
 
 
 def speak(text: str, *, reason: str = "stop", together: int = 1) -> Script:

@@ -12,12 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry
 from stand_in import Service, events_of, running, speak
 
 from pdserve.errors import UnavailableError
 from pdserve.faults import Faults
+from pdserve.gateway.counting import GatewayCounting
 from pdserve.gateway.frontend import FrontendLimits
 from pdserve.gateway.request import GenerationRequest
+from pdserve.metrics import GatewayMetrics, labels
 
 PATH = "/v1/chat/completions"
 HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}]}
@@ -66,7 +69,7 @@ def _with_context(service: Service, num_tokens: int) -> Any:
     return dataclasses.replace(service.frontend.card, max_model_len=num_tokens)
 
 
-async def test_a_slow_client_is_cancelled_while_tokens_still_come(tiny_model_dir: Path) -> None:
+async def test_a_client_that_does_not_read_is_given_up_and_cut_off(tiny_model_dir: Path, caplog: Any) -> None:
     gate, never = asyncio.Event(), asyncio.Event()
     big = list(range(80, 120)) * 5000
 
@@ -84,7 +87,13 @@ async def test_a_slow_client_is_cancelled_while_tokens_still_come(tiny_model_dir
             await service.dispatcher.cancelled.wait()
         assert [reason for _, reason in service.dispatcher.cancels] == ["slow_client"]
         never.set()
+        received = b""
+        while piece := await asyncio.get_running_loop().sock_recv(sock, 1 << 20):
+            received += piece
+        assert received.startswith(b"HTTP/1.1 200")
+        assert not received.endswith(b"0\r\n\r\n")
         sock.close()
+    assert "uvicorn" not in caplog.text
 
 
 async def test_a_long_wait_is_kept_alive_by_comments_after_the_headers(tiny_model_dir: Path) -> None:
@@ -330,6 +339,42 @@ async def test_what_the_dispatcher_gives_up_at_shutdown_ends_with_an_error(tiny_
         *_, last = events_of((await streaming).text)
         never.set()
     assert "shutting down" in last["error"]["message"]
+
+
+# --- counting
+
+
+async def test_every_ended_request_is_counted_once_with_its_outcome(tiny_model_dir: Path) -> None:
+    registry, never = CollectorRegistry(), asyncio.Event()
+    counting = GatewayCounting(GatewayMetrics(registry, model="tiny"))
+
+    def script(request: GenerationRequest, choice: int) -> list[Any]:
+        return [never] if request.priority else [[80], [81, 82], "stop"]
+
+    def value(name: str, **labels: str) -> float | None:
+        return registry.get_sample_value(name, labels)
+
+    def count(code: str, reason: str) -> float | None:
+        return value("pd_requests_total", model="tiny", code=code, finish_reason=reason)
+
+    async with running(tiny_model_dir, script) as service:
+        service.frontend.observer = counting
+        await service.post(PATH, HELLO)
+        await service.post(PATH, {**HELLO, "stream": True, "max_tokens": 2})
+        await service.post(PATH, {**HELLO, "temperature": 9})
+        sock = await open_request(service, {**HELLO, "priority": 1})
+        await until(lambda: len(service.dispatcher.requests) == 3)
+        sock.close()
+        await until(lambda: service.frontend.num_active == 0)
+        never.set()
+    assert [count("200", "stop"), count("200", "length"), count("400", "error"), count("499", "cancelled")] == [1] * 4
+    assert value("pd_generation_tokens_total") == 5
+    assert value("pd_inter_token_latency_seconds_count") == 3
+    assert value("pd_time_per_output_token_seconds_count") == 2
+    assert value("pd_time_to_first_token_seconds_count") == 2
+    assert value("pd_request_duration_seconds_count") == 4
+    stages = [value("pd_ttft_stage_seconds_sum", stage=stage) or 0 for stage in labels.TTFT_STAGES]
+    assert sum(stages) == pytest.approx(value("pd_time_to_first_token_seconds_sum"))
 
 
 # --- test hooks
