@@ -136,3 +136,28 @@ def test_a_roster_tells_every_gateway_only_of_its_own(attempts: Attempts) -> Non
     assert attempts.roster("gw2").items == []
     item = attempts.roster("gw1").items[0]
     assert (item.key, item.state, item.next_index) == (attempt.key, "waiting", 2)
+
+
+def test_tokens_wait_while_a_gateways_stream_is_full_and_go_out_in_one_piece(sent: Sent) -> None:
+    full = {"gw"}
+    attempts = Attempts(
+        lambda: ("w", "g"),
+        lambda gateway_id, message: sent.append((gateway_id, message)),
+        keep_s=3.0,
+        is_held_back=full.__contains__,
+    )
+    attempt = attempts.open(make_sequence(), "gw", 0.0)
+    for token_id in (10, 11):
+        add_tokens(attempt, token_id)
+        attempts.publish([attempt])
+    attempts.finish(attempt, "length", None)
+    attempts.end(attempt, 1.0, keeps_tokens=True)
+    attempts.publish_held_back()
+    assert sent == []
+    full.clear()
+    attempts.publish_held_back()
+    attempts.publish_held_back()
+    assert [type(message) for _, message in sent] == [TokenBatch, Finished]
+    batch = sent[0][1]
+    assert isinstance(batch, TokenBatch)
+    assert batch.items[0].token_ids == [10, 11]

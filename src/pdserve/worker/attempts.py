@@ -69,6 +69,11 @@ class Attempt:
         )
 
     @property
+    def has_unsent(self) -> bool:
+        """Whether tokens, or the finish, still have to be sent."""
+        return self.num_sent < len(self.token_ids) or (self.finished is not None and not self.is_finish_sent)
+
+    @property
     def next_index(self) -> int:
         """Output index of the next token."""
         return self.first_index + len(self.token_ids)
@@ -101,12 +106,21 @@ class Attempts:
         identity: current (worker id, generation).
         send: queues a message for a gateway.
         keep_s: how long ended attempts can be asked for their tokens (three heartbeats).
+        is_held_back: whether a gateway's stream is at its bound: its tokens wait here until it has read.
     """
 
-    def __init__(self, identity: Callable[[], tuple[str, str]], send: Send, *, keep_s: float) -> None:
+    def __init__(
+        self,
+        identity: Callable[[], tuple[str, str]],
+        send: Send,
+        *,
+        keep_s: float,
+        is_held_back: Callable[[str], bool] = lambda gateway_id: False,
+    ) -> None:
         self._identity = identity
         self._send = send
         self._keep_s = keep_s
+        self._is_held_back = is_held_back
         self._active: dict[SequenceKey, Attempt] = {}
         self._ended: dict[AttemptKey, Attempt] = {}
         self._tombstones: dict[AttemptKey, float] = {}
@@ -159,10 +173,15 @@ class Attempts:
 
     def prune(self, now_s: float) -> None:
         """Forget ended attempts and tombstones whose time has passed."""
-        for key in [k for k, a in self._ended.items() if a.ended_s is not None and a.ended_s + self._keep_s < now_s]:
+        for key in [key for key, attempt in self._ended.items() if self._is_forgettable(attempt, now_s)]:
             del self._ended[key]
         for key in [k for k, until_s in self._tombstones.items() if until_s < now_s]:
             del self._tombstones[key]
+
+    def _is_forgettable(self, attempt: Attempt, now_s: float) -> bool:
+        assert attempt.ended_s is not None, attempt.key
+        is_told = not attempt.has_unsent or attempt.sequence.deadline_s < now_s
+        return is_told and attempt.ended_s + self._keep_s < now_s
 
     def absorb(self, output: StepOutput) -> list[Attempt]:
         """Take a step's tokens and finishes; returns the attempts that have something to publish."""
@@ -187,6 +206,8 @@ class Attempts:
             by_gateway.setdefault(attempt.gateway_id, []).append(attempt)
         worker_id, generation = self._identity()
         for gateway_id, attempts in by_gateway.items():
+            if self._is_held_back(gateway_id):
+                continue
             items = [a.tokens_from(a.first_index + a.num_sent) for a in attempts if a.num_sent < len(a.token_ids)]
             if items:
                 self._send(gateway_id, TokenBatch(worker_id=worker_id, generation=generation, items=items))
@@ -196,6 +217,11 @@ class Attempts:
                 if attempt.finished is not None and not attempt.is_finish_sent:
                     attempt.is_finish_sent = True
                     self._send(gateway_id, attempt.finished)
+
+    def publish_held_back(self) -> None:
+        """Send what waited because a gateway's stream was full."""
+        held = (*self._active.values(), *self._ended.values())
+        self.publish(attempt for attempt in held if attempt.has_unsent)
 
     def finish(self, attempt: Attempt, finish_reason: str, stop_token_id: int | None) -> None:
         """Note that the sequence is complete; `publish` says so."""

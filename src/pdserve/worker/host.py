@@ -139,6 +139,7 @@ class WorkerHost:
             await self._announce()
         except BusError as error:
             logger.warning("heartbeat not delivered: %s", error)
+        self._policy.attempts.publish_held_back()
         self._policy.heartbeat(self._clock())
         self._send_rosters()
 

@@ -136,6 +136,7 @@ class _Worker:
             attempts=Attempts(
                 lambda: self._identity.peer,
                 lambda gateway_id, message: bus.send(bus.keys.tokens(gateway_id), message),
+                is_held_back=lambda gateway_id: bus.is_stream_full(bus.keys.tokens(gateway_id)),
                 keep_s=_MAX_HEARTBEATS_KEPT * settings.heartbeat_s,
             ),
             watch=watch,
