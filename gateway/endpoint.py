@@ -18,8 +18,8 @@ from pdserve.gateway.body import ClientGoneError, Receive, read_fields
 from pdserve.gateway.error_body import internal_error
 from pdserve.gateway.fields import Fields
 from pdserve.gateway.frontend import Call, Frontend
-from pdserve.gateway.server import ABORT
 from pdserve.gateway.sse import Responder, Send, SlowClientError
+from pdserve.http_server import ABORT
 from pdserve.log import get_logger
 
 _log = get_logger(__name__)

@@ -33,8 +33,8 @@ from pdserve.gateway.door import DoorLimits
 from pdserve.gateway.frontend import Frontend, FrontendLimits
 from pdserve.gateway.outcomes import RetryLimits
 from pdserve.gateway.pump import WaitLimits
-from pdserve.gateway.server import HttpServer, listen, url_of
 from pdserve.gateway.system_routes import SystemView
+from pdserve.http_server import HttpServer, listen, url_of
 from pdserve.log import get_logger
 from pdserve.metrics import GatewayMetrics, ProcessMetrics, render
 from pdserve.models.card import ModelCard

@@ -20,7 +20,7 @@ PACKAGE = ROOT / "src" / "pdserve"
 
 FOUNDATION = {"errors", "messages", "sampling_params", "registration", "log", "clock"}
 """Modules that everybody may import, and that import nobody but each other."""
-SHARED = FOUNDATION | {"settings", "faults", "metrics", "bus", "models"}
+SHARED = FOUNDATION | {"settings", "faults", "metrics", "bus", "models", "http_server"}
 """Torch-free modules that every process shares."""
 ENGINE = {"kernels", "engine"}
 WORKERS = SHARED | ENGINE | {"transfer", "worker"}
@@ -31,6 +31,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "metrics": FOUNDATION | {"bus"},
     "models": FOUNDATION,
     "bus": FOUNDATION | {"faults"},
+    "http_server": FOUNDATION,
     "kernels": FOUNDATION,
     "engine": FOUNDATION | {"kernels", "models", "metrics"},
     "transfer": FOUNDATION | {"models", "metrics", "engine", "kernels"},

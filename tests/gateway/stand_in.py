@@ -20,7 +20,7 @@ from pdserve.gateway.app import create_app
 from pdserve.gateway.chat_prompt import ChatPrompts
 from pdserve.gateway.frontend import Frontend, FrontendLimits
 from pdserve.gateway.request import FailedEvent, FinishedEvent, Generation, GenerationRequest, TokensEvent
-from pdserve.gateway.server import HttpServer, listen, url_of
+from pdserve.http_server import HttpServer, listen, url_of
 from pdserve.gateway.system_routes import SystemView
 from pdserve.messages import TokenLogprobs
 from pdserve.models.card import ModelCard

@@ -22,7 +22,9 @@ from prometheus_client import CollectorRegistry
 from pdserve.bus.bus import Bus
 from pdserve.bus.registry import Registry, RegistryView
 from pdserve.engine.block_pool import LedgerReport
+from pdserve.errors import SettingError
 from pdserve.faults import Faults
+from pdserve.http_server import HttpServer, listen, url_of
 from pdserve.log import get_logger, setup_logging
 from pdserve.metrics.process import ProcessMetrics, render
 from pdserve.metrics.worker import WorkerMetrics
@@ -33,7 +35,6 @@ from pdserve.worker.attempts import Attempts
 from pdserve.worker.engine_thread import EngineThread
 from pdserve.worker.host import WorkerFacts, WorkerHost
 from pdserve.worker.http import WorkerProbes, worker_app
-from pdserve.worker.http_server import HttpServer
 from pdserve.worker.identity import Identity
 from pdserve.worker.inbox import Inbox
 from pdserve.worker.load import LoadedModel, load_model, say_stage
@@ -104,21 +105,23 @@ class _Worker:
         parts.transports.open(*identity.peer)
         policy = make_policy(parts)
         parts.engine_thread.start(asyncio.get_running_loop(), policy)
-        server = HttpServer(worker_app(self._probes(parts, policy)), settings.host, settings.metrics_port)
-        host = self._make_host(parts, policy, server.port)
-        self._host = host
-        server.start()
-        view_task = asyncio.create_task(parts.view.run(), name="registry view")
-        say_stage(f"serving {self._role.value} on port {server.port}")
+        own_socket = _listen(settings.host, settings.metrics_port)
+        url = url_of(own_socket, settings.advertise_host)
+        self._host = host = self._make_host(parts, policy, url)
+        server = HttpServer(worker_app(self._probes(parts, policy)), own_socket)
+        background = [asyncio.create_task(server.run()), asyncio.create_task(parts.view.run())]
+        say_stage(f"serving {self._role.value} at {url}")
         try:
             await host.run(stop)
             await host.drain(settings.drain_s)
         finally:
-            view_task.cancel()
             await parts.transports.close()
             parts.engine_thread.stop(_STOP_ENGINE_S)
             await bus.close()
-            await server.stop()
+            server.stop()
+            for task in background:
+                task.cancel()
+            await asyncio.gather(*background, return_exceptions=True)
 
     def _make_parts(self, bus: Bus) -> WorkerParts:
         settings, engine = self._settings, self._model.engine
@@ -161,7 +164,7 @@ class _Worker:
             faults=self._faults,
         )
 
-    def _make_host(self, parts: WorkerParts, policy: Policy, port: int) -> WorkerHost:
+    def _make_host(self, parts: WorkerParts, policy: Policy, url: str) -> WorkerHost:
         settings, model = self._settings, self._model
         facts = WorkerFacts(
             model=model.card.served_name,
@@ -170,7 +173,7 @@ class _Worker:
             block_size=model.engine.block_size,
             num_blocks=model.engine.block_pool.num_blocks,
             max_model_len=model.engine.executor.max_model_len,
-            url=f"http://{settings.advertise_host or settings.host}:{port}",
+            url=url,
             node=settings.node or socket.gethostname(),
             zone=settings.zone,
             heartbeat_s=settings.renewal_s,
@@ -220,6 +223,13 @@ class _Worker:
             delay_s = self._faults.delay_s("prefill" if self._role is Role.PREFILL else "step")
             if delay_s:
                 time.sleep(delay_s)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        return listen(host, port)
+    except OSError as error:
+        raise SettingError("METRICS_PORT", port, f"a port that is free on {host} ({error.strerror})") from error
 
 
 def _stop_on_signals() -> asyncio.Event:

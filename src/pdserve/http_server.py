@@ -1,4 +1,4 @@
-"""The socket side: uvicorn on uvloop and httptools, with bounded buffers, and stopped by its owner alone.
+"""The socket side of gateways and workers: uvicorn with bounded buffers, stopped by its owner alone.
 
 What a client has not read is kept up to `stream_buffer_bytes`; beyond that writing waits, and sse.py gives the client
 up after its stall timeout. The kernel closes connections whose peer has vanished in the same time.
@@ -13,7 +13,7 @@ from collections.abc import Generator
 from typing import Any, cast
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 ABORT = "pdserve.abort"
@@ -55,7 +55,7 @@ class HttpServer:
     """One listener. `run` serves until `stop`, which waits for nothing: its owner has drained before."""
 
     def __init__(
-        self, app: FastAPI, sock: socket.socket, *, stream_buffer_bytes: int = 1 << 20, stall_timeout_s: float = 30.0
+        self, app: ASGIApp, sock: socket.socket, *, stream_buffer_bytes: int = 1 << 20, stall_timeout_s: float = 30.0
     ) -> None:
         self._sock = sock
         config = uvicorn.Config(
