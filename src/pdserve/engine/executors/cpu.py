@@ -18,6 +18,7 @@ from torch import Tensor
 from pdserve.engine.executors import cpu_shape, rope
 from pdserve.engine.executors.base import KvCacheSpec, SequenceSlice
 from pdserve.engine.executors.cpu_weights import Checkpoint, PackedModel, map_memory, pack_model
+from pdserve.engine.executors.processors import usable_processors
 from pdserve.errors import ModelError, SettingError
 from pdserve.kernels import cpu_ops
 
@@ -57,8 +58,13 @@ class CpuExecutor:
         self.max_model_len = max_model_len
         self.kv_spec = KvCacheSpec(shape.num_layers, block_size, shape.num_kv_heads, shape.head_dim, kv_dtype)
         self.weight_bytes = packed.num_bytes
+        self.num_head_weights = shape.vocab_size * shape.hidden_size
+        self.num_weights = shape.num_layers * shape.num_layer_weights + self.num_head_weights
+        """Multiply-adds of one row through all matrices."""
+        self.num_attention_values = shape.num_layers * shape.num_heads * shape.head_dim
+        """Query values of one row over all layers."""
+        self.context = context
         self._packed = packed
-        self._context = context
         self._kv_cache: Tensor | None = None
 
     @classmethod
@@ -78,7 +84,7 @@ class CpuExecutor:
         Args:
             dtype: of the weights; activations and sums are fp32 in any case.
             quantization: none | int8 (weights only, one scale per output row).
-            threads: None takes the processors that this process may use.
+            threads: None takes the processors that this process may use, within its quota.
 
         Raises:
             ModelError: the kernels cannot run this model, or its folder cannot be read.
@@ -89,7 +95,7 @@ class CpuExecutor:
             raise ModelError(f"the CPU executor cannot run {model_path}: {reason}; use executor transformers")
         shape = cpu_shape.read_shape(config)
         length = _context_length(shape.max_positions, max_model_len)
-        num_threads = threads or len(os.sched_getaffinity(0))
+        num_threads = threads or usable_processors()
         packed = pack_model(
             Checkpoint(model_path),
             shape,
@@ -105,7 +111,7 @@ class CpuExecutor:
     @property
     def isa(self) -> str:
         """Instruction set in use: avx512, avx2 or portable."""
-        return self._context.isa
+        return self.context.isa
 
     @property
     def kv_cache(self) -> Tensor:
@@ -128,7 +134,7 @@ class CpuExecutor:
         packed = _PackedBatch(batch)
         self._check(packed)
         logits = torch.empty(len(packed.logit_rows), self._packed.model.head.n)
-        self._context.step(self._packed.model, packed.as_struct(self.kv_cache, logits))
+        self.context.step(self._packed.model, packed.as_struct(self.kv_cache, logits))
         return logits[:, : self.vocab_size]
 
     def _check(self, packed: _PackedBatch) -> None:

@@ -44,6 +44,12 @@ class CpuShape:
         """Rows of the query, key and value projections together."""
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
 
+    @property
+    def num_layer_weights(self) -> int:
+        """Values in the matrices of one layer."""
+        attention = self.num_qkv_rows + self.num_heads * self.head_dim
+        return self.hidden_size * (attention + 3 * self.intermediate_size)
+
 
 def with_defaults(config: dict[str, Any]) -> dict[str, Any]:
     """The configuration with the fields that its file left out."""
