@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -155,6 +156,7 @@ class LocalSide:
         self.transport: Transport = (
             NixlTransport(connect_timeout_s=0.5) if backend == "nixl" else TcpTransport(connect_timeout_s=0.5)
         )
+        self._results: defaultdict[int, deque[PullResult]] = defaultdict(deque)
         self.descriptor = self.transport.register(self.blocks, "d-1", "g1", SIGNATURE)
 
     def pull(
@@ -163,15 +165,14 @@ class LocalSide:
         return self.transport.pull(peer, nonce, remote_ids, local_ids, time.monotonic() + within_s)
 
     def wait(self, *handles: int, timeout_s: float = 10.0) -> dict[int, PullResult]:
-        """First results of these READs."""
-        results: dict[int, PullResult] = {}
+        """The next result of each of these READs; others are kept for later."""
         until_s = time.monotonic() + timeout_s
-        while not set(handles) <= set(results):
-            assert time.monotonic() < until_s, f"only {results} of {handles} ended"
+        while not all(self._results[handle] for handle in handles):
+            assert time.monotonic() < until_s, f"only {dict(self._results)} of {handles} ended"
             for result in self.transport.poll():
-                results.setdefault(result.handle, result)
+                self._results[result.handle].append(result)
             time.sleep(0.0005)
-        return results
+        return {handle: self._results[handle].popleft() for handle in handles}
 
     def read(self, peer: PeerProcess, remote_ids: list[int], local_ids: list[int]) -> PullResult:
         handle = self.pull(peer.peer, remote_ids, local_ids)
