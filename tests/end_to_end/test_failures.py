@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import httpx
 import pytest
 
 from pdserve.local.service import PrivateService
@@ -28,6 +31,14 @@ def _healthy(service: PrivateService) -> Iterator[None]:
     for process in service.processes:
         service.put_faults(process.role, {}, process.index)
     service.wait_until_nothing_is_held(20)
+
+
+def num_redispatches(service: PrivateService) -> float:
+    """Of all phases and reasons."""
+    text = httpx.get(service.process("gateway").metrics_url, timeout=5).text
+    lines = [line for line in text.splitlines() if line.startswith("pd_redispatch_total")]
+    assert lines, "the metric is gone"
+    return sum(float(line.split()[-1]) for line in lines)
 
 
 def slow_down(service: PrivateService, role: str, **faults: float) -> None:
@@ -54,12 +65,14 @@ def test_a_decode_worker_killed_in_mid_stream_loses_no_token(
     service: PrivateService, open_stream: Callable[..., Any], holder_of: Callable[..., Any], same: Callable[..., None]
 ) -> None:
     slow_down(service, "decode", step_delay_s=0.03)
+    before = num_redispatches(service)
     with open_stream(PROMPT, 60, ignore_eos=True) as stream:
         stream.read(12)
         index = holder_of("decode")
         assert index is not None
         service.kill("decode", index)
         got = stream.read()
+    assert num_redispatches(service) == before + 1
     assert stream.error is None, stream.error
     assert stream.is_done
     assert len(got) == 60
@@ -68,6 +81,7 @@ def test_a_decode_worker_killed_in_mid_stream_loses_no_token(
     same(PROMPT, got, 60)
 
 
+@pytest.mark.slow
 def test_a_seeded_stream_continues_with_the_tokens_it_would_have_had(
     service: PrivateService, open_stream: Callable[..., Any], holder_of: Callable[..., Any]
 ) -> None:
@@ -92,28 +106,28 @@ def test_a_prefill_worker_killed_in_mid_prompt_costs_time_and_nothing_else(
 ) -> None:
     slow_down(service, "prefill", prefill_delay_s=1.0)
     prompt = [40 + i % 200 for i in range(1200)]
-    import threading  # noqa: PLC0415
 
     def kill() -> None:
-        index = wait_for(lambda: holder_of("prefill") is not None and [holder_of("prefill")], 10, "a prefill")[0]
-        service.kill("prefill", index if index is not None else 0)
+        found: list[int] = wait_for(lambda: [i for i in [holder_of("prefill")] if i is not None], 10, "a prefill")
+        service.kill("prefill", found[0])
 
+    before = num_redispatches(service)
     killer = threading.Thread(target=kill)
     killer.start()
     with open_stream(prompt, 20, ignore_eos=True) as stream:
         got = stream.read()
     killer.join()
+    assert num_redispatches(service) == before + 1
     assert stream.error is None, stream.error
     assert stream.is_done
     assert len(got) == 20
     same(prompt, got, 20)
 
 
+@pytest.mark.slow
 def test_a_decode_worker_frozen_in_mid_stream_is_replaced_and_its_late_tokens_change_nothing(
     service: PrivateService, open_stream: Callable[..., Any], holder_of: Callable[..., Any], same: Callable[..., None]
 ) -> None:
-    import signal  # noqa: PLC0415
-
     slow_down(service, "decode", step_delay_s=0.03)
     with open_stream(PROMPT, 60, ignore_eos=True) as stream:
         stream.read(12)
@@ -130,6 +144,7 @@ def test_a_decode_worker_frozen_in_mid_stream_is_replaced_and_its_late_tokens_ch
     same(PROMPT, got, 60)
 
 
+@pytest.mark.slow
 def test_without_any_decode_worker_a_started_stream_waits_for_one(
     service: PrivateService, open_stream: Callable[..., Any], same: Callable[..., None]
 ) -> None:

@@ -20,7 +20,7 @@ from pdserve.verify.ask import Asking, ServiceAnswer, ask_all
 from pdserve.verify.prompts import VerifyPrompt
 
 SERVICE: dict[str, Any] = {
-    "settings": {"HEARTBEAT_S": 0.2, "KV_LEASE_S": 2, "HANDOFF_TIMEOUT_S": 2, "PROGRESS_TIMEOUT_S": 3},
+    "settings": {"HEARTBEAT_S": 0.4, "KV_LEASE_S": 2, "HANDOFF_TIMEOUT_S": 2, "PROGRESS_TIMEOUT_S": 3},
     "faults": {},
 }
 MAX_TOKENS = 12
@@ -30,13 +30,15 @@ _numbers = itertools.count()
 
 
 @pytest.fixture(autouse=True)
-def _healthy(service: PrivateService) -> Iterator[None]:
+def _recovers(service: PrivateService, model: str) -> Iterator[None]:
+    """After every case no process has died, a next request works, everything is ready, and nothing is held."""
     yield
     for process in service.processes:
         assert process.pid is not None, f"{process.id} died: {process.last_lines()}"
         service.put_faults(process.role, {}, process.index)
-    service.wait_until_nothing_is_held(15)
+    assert [answer.error for answer in ask(service, model, fresh_prompts())] == [None] * 3
     service.wait_ready(15)
+    service.wait_until_nothing_is_held(15)
 
 
 def fresh_prompts() -> list[VerifyPrompt]:
@@ -52,6 +54,15 @@ def set_faults(service: PrivateService, faults: dict[str, Any], *roles: str) -> 
     for process in service.processes:
         if process.role in (roles or ("gateway", "prefill", "decode")):
             service.put_faults(process.role, faults, process.index)
+
+
+def happened(service: PrivateService, kind: str) -> bool:
+    """Whether a fault with `times` was taken to its end by some process."""
+    for process in service.processes:
+        shown = httpx.get(f"{process.url}/debug/faults", timeout=5).json().get(kind, [])
+        if any(fault["times_left"] == 0 for fault in (shown if isinstance(shown, list) else [shown])):
+            return True
+    return False
 
 
 def ask(service: PrivateService, model: str, prompts: list[VerifyPrompt]) -> list[ServiceAnswer]:
@@ -77,13 +88,18 @@ def check(service: PrivateService, model: str, same: Callable[..., None]) -> Cal
     return run
 
 
-@pytest.mark.parametrize("role", ["decode", "prefill"])
-@pytest.mark.parametrize("stage", STAGES)
+NO_LOOKUP_HOOK = pytest.mark.xfail(strict=True, reason="no worker asks the test hooks at its lookup of the other side")
+
+
+@pytest.mark.parametrize(
+    "stage", [pytest.param(stage, marks=NO_LOOKUP_HOOK if stage == "lookup" else ()) for stage in STAGES]
+)
 def test_a_hand_off_that_fails_once_at_any_stage_still_gives_the_right_answer(
-    service: PrivateService, check: Callable[..., None], stage: str, role: str
+    service: PrivateService, check: Callable[..., None], stage: str
 ) -> None:
-    set_faults(service, {"fail": {"stage": stage, "times": 1}}, role)
+    set_faults(service, {"fail": {"stage": stage, "times": 1}}, "decode")
     check()
+    assert happened(service, "fail")
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -114,12 +130,38 @@ def test_a_corrupted_block_is_counted(service: PrivateService, check: Callable[.
     assert mismatches() == before + 1
 
 
-@pytest.mark.parametrize("message", MESSAGE_TYPES)
+CIRCUMSTANCES: dict[str, dict[str, Any]] = {
+    "LeaseRenewal": {"pull_delay_s": 1.5},
+    "Roster": {"step_delay_s": 0.1},
+    "ResendTokens": {"drop": [{"message": "TokenBatch", "times": 1}]},
+}
+"""What else must happen for a message to be sent at all."""
+RARE = {"Cancel", "Failed", "KvFailed"}
+"""Not sent where everything else works; see the tests below for them."""
+
+
+@pytest.mark.parametrize("message", [message for message in MESSAGE_TYPES if message not in RARE])
 def test_a_lost_message_costs_time_and_no_token(
     service: PrivateService, check: Callable[..., None], message: str
 ) -> None:
-    set_faults(service, {"drop": {"message": message, "times": 1}})
+    circumstances = CIRCUMSTANCES.get(message, {})
+    drops = [{"message": message, "times": 1}, *circumstances.get("drop", [])]
+    set_faults(service, circumstances | {"drop": drops})
     check()
+    assert happened(service, "drop")
+
+
+def test_a_lost_failure_report_costs_time_and_no_token(service: PrivateService, check: Callable[..., None]) -> None:
+    set_faults(service, {"drop": {"message": "Failed", "times": 1}, "fail": {"stage": "copy"}})
+    check(may_fail=True)
+
+
+def test_a_lost_cancel_leaves_nothing_behind(service: PrivateService, open_stream: Callable[..., Any]) -> None:
+    set_faults(service, {"drop": {"message": "Cancel", "times": 2}, "step_delay_s": 0.02})
+    with open_stream(list(range(40, 140)), 1500, ignore_eos=True) as stream:
+        stream.read(4)
+    service.wait_until_nothing_is_held(10)
+    assert happened(service, "drop")
 
 
 def test_doubled_messages_change_nothing(service: PrivateService, check: Callable[..., None]) -> None:
@@ -127,12 +169,21 @@ def test_doubled_messages_change_nothing(service: PrivateService, check: Callabl
     check()
 
 
-@pytest.mark.parametrize("message", MESSAGE_TYPES)
+@pytest.mark.slow
+@pytest.mark.parametrize("message", [message for message in MESSAGE_TYPES if message not in RARE])
 def test_a_message_overtaken_by_the_next_changes_nothing(
     service: PrivateService, check: Callable[..., None], message: str
 ) -> None:
-    set_faults(service, {"reorder": {"message": message, "times": 2}})
+    circumstances = CIRCUMSTANCES.get(message, {})
+    set_faults(service, circumstances | {"reorder": {"message": message, "times": 1}})
     check()
+    assert happened(service, "reorder")
+
+
+def test_messages_out_of_order_change_nothing(service: PrivateService, check: Callable[..., None]) -> None:
+    set_faults(service, {"reorder": [{"message": message, "times": 2} for message in MESSAGE_TYPES]})
+    check()
+    assert happened(service, "reorder")
 
 
 def test_a_slow_pull_is_no_failure(service: PrivateService, check: Callable[..., None]) -> None:

@@ -10,11 +10,16 @@ from pdserve.verify.plan import parse_stages
 from pdserve.verify.progress import Progress
 from pdserve.verify.verification import Verification
 
+_BEFORE_TORCH = {
+    "OMP_WAIT_POLICY": "PASSIVE",  # threads that spin while they wait cost a busy machine a factor of ten
+    "TRANSFORMERS_VERBOSITY": "error",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+}
+
 
 def main(argv: list[str] | None = None) -> int:
     """0 when every token is right (or a rare tie) and every KV block was given back."""
-    # Before torch is loaded: threads that spin while they wait cost a busy machine a factor of ten.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    _prepare_environment()
     progress = Progress(sys.stdout)
     verification = Verification(os.environ, progress)
     has_failed = False
@@ -29,3 +34,9 @@ def main(argv: list[str] | None = None) -> int:
         return 130
     progress.line(str(verification.tally))
     return 0 if verification.is_ok and not has_failed else 1
+
+
+def _prepare_environment() -> None:
+    """Read by the libraries when they are loaded, which is later."""
+    for name, value in _BEFORE_TORCH.items():
+        os.environ.setdefault(name, value)
