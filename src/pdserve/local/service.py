@@ -205,9 +205,9 @@ class PrivateService:
         httpx.put(f"{self.process(role, index).url}/debug/faults", json=faults, timeout=5).raise_for_status()
 
     def ledgers(self) -> dict[str, dict[str, Any]]:
-        """`/debug/kv` of every worker that runs, by worker id."""
+        """`/debug/kv` of every worker that runs, by worker id; `{"ok": false, "error": …}` where it cannot be told."""
         running = [process for process in self.workers if process.pid is not None]
-        return {p.id: httpx.get(f"{p.url}/debug/kv", timeout=10).raise_for_status().json() for p in running}
+        return {p.id: httpx.get(f"{p.url}/debug/kv", timeout=20).json() for p in running}
 
     def wait_until_nothing_is_held(self, timeout_s: float) -> None:
         """Wait until every KV ledger is in order and no block is owned, leased, receiving or quarantined.
@@ -263,7 +263,7 @@ class PrivateService:
 
 def held_blocks(ledger: Mapping[str, Any]) -> int:
     """KV blocks that a worker has not given back; a ledger that does not add up counts as one."""
-    held = sum(int(ledger["by_state"].get(state, 0)) for state in _HELD_STATES)
+    held = sum(int(ledger.get("by_state", {}).get(state, 0)) for state in _HELD_STATES)
     return held + (0 if ledger["ok"] is True else 1)
 
 
