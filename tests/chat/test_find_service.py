@@ -12,7 +12,12 @@ from pdserve.local.service_file import LocalService, owned, write
 
 def run(stack: ExitStack, home: Path, name: str, url: str) -> None:
     file = stack.enter_context(owned(home, name))
-    write(file, LocalService(service=name, url=url, redis_url="", supervisor_pid=1, log_folder="", processes=[]))
+    write(
+        file,
+        LocalService(
+            service=name, url=url, redis_url="", redis_pid=None, supervisor_pid=1, log_folder="", processes=[]
+        ),
+    )
 
 
 def test_the_running_service_is_found_and_the_default_is_for_none(tmp_path: Path) -> None:
