@@ -94,6 +94,8 @@ def load_library() -> ctypes.CDLL:
         *(_address, _i32, _address, _i64, _i64, _i64, _i32),
     )
     library.pds_pack.restype = None
+    library.pds_block_sums.argtypes = (_address, _i64, _address, _i64, _address, _address, _address)
+    library.pds_block_sums.restype = None
     library.pds_read_gb_per_s.argtypes = (_address, _address, _i64)
     library.pds_read_gb_per_s.restype = ctypes.c_double
     library.pds_fma_gflops.argtypes, library.pds_fma_gflops.restype = (_address, _i64), ctypes.c_double
@@ -168,6 +170,16 @@ def pack(
         *(source, source_type, rows, k, k_packed, panels, weight_type, scale or None),
         *(group or rows, stride, offset, num_threads),
     )
+
+
+def block_sums(
+    pool: int, block_bytes: int, block_ids: int, num_ids: int, *, weights: tuple[int, int], sums: int
+) -> None:
+    """Both sums of each block's digest, on the calling thread; see pds_block_sums in kernels/cpu/api.h.
+
+    All but `block_bytes` and `num_ids` are addresses: block ids int64 `[num_ids]`, sums int64 `[num_ids, 2]`.
+    """
+    load_library().pds_block_sums(pool, block_bytes, block_ids, num_ids, *weights, sums)
 
 
 def _library_path() -> Path | None:

@@ -79,6 +79,11 @@ PDS_API void pds_pack(const void* source, int32_t source_type, int64_t rows, int
                       void* panels, int32_t type, float* scale, int64_t group, int64_t stride, int64_t offset,
                       int32_t num_threads);
 
+// The digests of KV blocks (src/pdserve/transfer/digest.py): sums[num_ids][2] over blocks of a pool, by the calling
+// thread alone. w and v have a weight per 64-bit word of a block, its last word filled up with zeros.
+PDS_API void pds_block_sums(const void* pool, int64_t block_bytes, const int64_t* block_ids, int64_t num_ids,
+                            const uint64_t* w, const uint64_t* v, uint64_t* sums);
+
 // Physical limits of this machine, for benchmarks.
 PDS_API double pds_read_gb_per_s(PdsContext*, const float* data, int64_t num_floats);
 PDS_API double pds_fma_gflops(PdsContext*, int64_t iterations);

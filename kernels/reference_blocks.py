@@ -1,0 +1,37 @@
+"""Eager torch twins of the kernels on whole KV blocks: same names, same signatures."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_SEEDS = (0x70647365727665, 0x6B76626C6F636B)
+
+
+def gather_blocks(kv_cache: Tensor, block_ids: Tensor) -> Tensor:
+    """The bytes of some blocks, end to end: uint8 `[num_chosen, block_bytes]`."""
+    return kv_cache.reshape(kv_cache.shape[0], -1).view(torch.uint8)[block_ids]
+
+
+def scatter_blocks(packed: Tensor, kv_cache: Tensor, block_ids: Tensor) -> None:
+    """The way back: uint8 `[num_chosen, block_bytes]` into the blocks `block_ids`."""
+    kv_cache.view(kv_cache.shape[0], -1).view(torch.uint8)[block_ids] = packed
+
+
+def block_digest(kv_cache: Tensor, block_ids: Tensor) -> Tensor:
+    """Both 64-bit sums of each block, int64 `[num_chosen, 2]`; transfer/digest.py says of what."""
+    rows = gather_blocks(kv_cache, block_ids)
+    num_words = -(-rows.shape[1] // 8)
+    x = torch.nn.functional.pad(rows, (0, 8 * num_words - rows.shape[1])).view(torch.int64)
+    y = x ^ (x >> 32)
+    weights = (torch.from_numpy(_weights(num_words, seed)).to(rows.device) for seed in _SEEDS)
+    return torch.stack([(words * weight).sum(1) for words, weight in zip((x, y), weights, strict=True)], dim=1)
+
+
+def _weights(num_words: int, seed: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """SplitMix64 of each word's position, made odd."""
+    z = np.arange(1, num_words + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return ((z ^ (z >> np.uint64(31))) | np.uint64(1)).view(np.int64)
