@@ -233,7 +233,9 @@ class DecodeWorker:
         return self._watch.load(self._rates)
 
     def window(self, num_gateways: int) -> int:
-        """KV blocks that each gateway may have outstanding here."""
+        """KV blocks that each gateway may have outstanding here; none while one more sequence would slow all down."""
+        if not self._engine.can_join_decode:
+            return 0
         return max(1, self._watch.num_available_blocks() // num_gateways)
 
     @property

@@ -9,47 +9,25 @@ here (`recompute`).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from pdserve.engine.admission import HandOffGate, company_of
 from pdserve.engine.block_pool import BlockPool, BlockState, Holder, LedgerReport
 from pdserve.engine.executors.base import Executor, SequenceSlice
 from pdserve.engine.fits import check_fits_ever
 from pdserve.engine.kv_cache import BlockTables, holder_of
+from pdserve.engine.pace import Pace, num_admissible
 from pdserve.engine.sampler import SampledToken, sample
-from pdserve.engine.scheduler import Schedule, Scheduler
+from pdserve.engine.scheduler import NO_PACE, Schedule, Scheduler, work_of
 from pdserve.engine.sequence import Sequence, SequenceState
+from pdserve.engine.step_output import StepOutput
+from pdserve.engine.step_time import StepTimeModel
 from pdserve.engine.stop import check_stop
 from pdserve.errors import NoCapacityError
 from pdserve.messages import AttemptKey, TokenLogprobs
 
-
-@dataclass(frozen=True, slots=True)
-class StepOutput:
-    """What one step did."""
-
-    started: list[Sequence] = field(default_factory=list)
-    """Admitted for the first time."""
-    progressed: list[Sequence] = field(default_factory=list)
-    """Prompt chunks computed, the last one included."""
-    tokens: list[tuple[Sequence, int, TokenLogprobs | None]] = field(default_factory=list)
-    """Sampled, in order; a prefill-only sequence's token 0 too."""
-    finished: list[Sequence] = field(default_factory=list)
-    """`finish_reason` is set; blocks are given back."""
-    preempted: list[Sequence] = field(default_factory=list)
-    num_tokens: int = 0
-    """Tokens computed."""
-    num_decode_tokens: int = 0
-    """Of them, by sequences that decode."""
-    num_stalled: int = 0
-    """Decoding sequences that sat the step out for want of a block."""
-    duration_s: float = 0.0
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing happened."""
-        return not (self.num_tokens or self.tokens or self.preempted)
+__all__ = ["Engine", "StepOutput"]
 
 
 class Engine:
@@ -66,6 +44,7 @@ class Engine:
         eos_token_ids: every id that ends a sequence by itself.
         watermark_blocks: blocks kept for the growth of running sequences.
         clock: monotonic seconds.
+        pace: how long a step may take.
     """
 
     def __init__(
@@ -81,6 +60,7 @@ class Engine:
         eos_token_ids: frozenset[int],
         watermark_blocks: int,
         clock: Callable[[], float],
+        pace: Pace = NO_PACE,
     ) -> None:
         self.executor = executor
         self.eos_token_ids = eos_token_ids
@@ -93,7 +73,11 @@ class Engine:
             max_num_batched_tokens=max_num_batched_tokens,
             max_wait_s=max_wait_s,
             watermark_blocks=watermark_blocks,
+            pace=pace,
         )
+        self.step_time = StepTimeModel()
+        """Of the steps that succeeded."""
+        self._gate = HandOffGate(pace, max_wait_s)
         self.kv_cache: Tensor = executor.allocate_kv_cache(num_blocks)
         self.sequences_in_step: list[Sequence] = []
         """Those of the running, or the failed, step."""
@@ -124,6 +108,13 @@ class Engine:
         """Whether a step could do something."""
         return bool(self.scheduler.running or self.scheduler.waiting)
 
+    @property
+    def can_join_decode(self) -> bool:
+        """Whether one more sequence like those here could decode within the target step time. Any thread."""
+        company = company_of([*self.scheduler.running, *self._receiving.values()])
+        mean_tokens = company.num_context_tokens / max(1, company.num_sequences)
+        return num_admissible(self.scheduler.pace, self.step_time.fit.decode, company, mean_tokens) >= 1
+
     # --- arrivals
 
     def add(self, sequence: Sequence) -> None:
@@ -148,8 +139,11 @@ class Engine:
             NoCapacityError: not now; nothing was taken.
         """
         self._check_fits_ever(sequence)
-        if not self.scheduler.admits_newcomers(self._clock()):
+        now_s = self._clock()
+        if not self.scheduler.admits_newcomers(now_s):
             raise NoCapacityError("preempted or long waiting sequences come first")
+        company = company_of([*self.scheduler.running, *self._receiving.values()])
+        self._gate.check(sequence, company, self.step_time.fit.decode, now_s)
         hits = self.tables.find_prefix(sequence, sequence.num_prompt_tokens)
         num_blocks = min(self._num_prompt_blocks(sequence) + 1, self.block_pool.num_blocks)
         is_alone = not (self.scheduler.running or self._receiving)
@@ -266,17 +260,19 @@ class Engine:
         they were before the step.
         """
         started_s = self._clock()
-        plan = self.scheduler.schedule(started_s)
+        plan = self.scheduler.schedule(started_s, self.step_time.fit)
         self.sequences_in_step = plan.sequences
         if not plan.sequences:
             return StepOutput(preempted=plan.preempted, num_stalled=plan.num_stalled)
         for sequence in plan.started:
             self.on_admitted(sequence)
+        work = work_of(plan.sequences)
         logits = self.executor.run([_slice(sequence) for sequence in plan.sequences])
         samplers = [sequence for sequence in plan.sequences if _samples(sequence)]
         sampled = sample(logits, samplers, self.eos_token_ids)
         output = self._update(plan, {id(s): token for s, token in zip(samplers, sampled, strict=True)}, started_s)
         self.sequences_in_step = []
+        self.step_time.note(work, output.duration_s)
         return output
 
     def check_integrity(self) -> LedgerReport:

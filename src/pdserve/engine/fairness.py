@@ -1,4 +1,4 @@
-"""The scheduler's decisions as pure functions: who comes first, who gets which share, who gives way.
+"""The scheduler's decisions as pure functions: who comes first, who has a right to half, who gives way.
 
 Nothing here sees a block, a queue or a clock; `scheduler.py` asks and acts.
 """
@@ -15,16 +15,25 @@ def has_aged(sequence: Sequence, now_s: float, max_wait_s: float) -> bool:
     return now_s - sequence.arrival_s >= max_wait_s
 
 
-def prefill_order(sequences: list[Sequence], now_s: float, max_wait_s: float) -> list[Sequence]:
-    """Sequences with a prompt to compute, first served first.
+def senior_of(sequences: list[Sequence], now_s: float, max_wait_s: float) -> Sequence:
+    """The one with a right to half of every step: the oldest aged one, else by priority, preempted, arrival.
 
-    Aged ones by arrival, then by priority; within a priority preempted ones, then by arrival.
+    Whoever waits becomes it, when all that came before are done: nobody starves, whatever shorter ones arrive.
     """
 
     def rank(sequence: Sequence) -> tuple[bool, int, bool, float]:
         if has_aged(sequence, now_s, max_wait_s):
             return (False, 0, False, sequence.arrival_s)
         return (True, sequence.priority, sequence.num_preemptions == 0, sequence.arrival_s)
+
+    return min(sequences, key=rank)
+
+
+def prefill_order(sequences: list[Sequence], remaining_s: Callable[[Sequence], float]) -> list[Sequence]:
+    """Sequences with a prompt to compute, first served first: by priority, preempted, least time left, arrival."""
+
+    def rank(sequence: Sequence) -> tuple[int, bool, float, float]:
+        return (sequence.priority, sequence.num_preemptions == 0, remaining_s(sequence), sequence.arrival_s)
 
     return sorted(sequences, key=rank)
 
@@ -64,32 +73,3 @@ def choose_victim(
             return sequence
         repeated = sequence
     return repeated if may_repeat else None
-
-
-def share_budget(wanted: list[int], budget: int) -> list[int]:
-    """Divide a step's tokens among prompts, in the order given.
-
-    A prompt longer than half of the budget is *long*. The first long one gets half, so that it always advances;
-    further long ones wait while short ones are served; what is left goes to the first that can use it.
-
-    Args:
-        wanted: uncomputed tokens of each prompt.
-        budget: tokens to give away.
-
-    Returns:
-        Tokens granted to each; their sum is min(budget, sum(wanted)).
-    """
-    half = max(1, budget // 2)
-    grants = [0] * len(wanted)
-    left, has_long = budget, False
-    for index, tokens in enumerate(wanted):
-        if tokens > half and has_long:
-            continue
-        has_long |= tokens > half
-        grants[index] = min(tokens, half, left)
-        left -= grants[index]
-    for index, tokens in enumerate(wanted):
-        extra = min(tokens - grants[index], left)
-        grants[index] += extra
-        left -= extra
-    return grants

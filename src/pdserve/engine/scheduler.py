@@ -5,18 +5,31 @@ worse-ranked sequence be preempted, or sits this step out. (2) What is left of t
 prompts, those being computed and those waiting alike; a waiting one is admitted when all blocks of its tokens
 are taken. One that does not fit is passed over, until it has aged: then nobody overtakes it.
 
+The budget is tokens, and seconds where step times are known (`pace.py`). Prompts are served by least remaining
+time, so that short ones do not wait for long ones; half of each step belongs to the *senior* prompt, so that long
+ones do not wait for short ones for ever.
+
 Preemption is by recompute: blocks are given back (and stay findable in the prefix cache), the sequence waits
 with all its tokens and loses none.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from dataclasses import dataclass, field
 
-from pdserve.engine.fairness import choose_victim, has_aged, prefill_order, protection_order, share_budget
+from pdserve.engine.fairness import choose_victim, has_aged, prefill_order, protection_order, senior_of
 from pdserve.engine.kv_cache import BlockTables
+from pdserve.engine.pace import Pace, prompt_budget
 from pdserve.engine.sequence import Sequence, SequenceState
+from pdserve.engine.sharing import StepBudget, share_budget, share_or_sit_out
+from pdserve.engine.step_time import PromptTime, StepTime, StepWork, num_pairs
 from pdserve.errors import NoCapacityError, SettingError
+
+NO_PACE, UNKNOWN_TIME = Pace(), StepTime()
+UNIT_TIME = PromptTime(0.0, 1.0, 0.0)
+"""Remaining time counted in tokens, as long as their duration is not known."""
 
 
 @dataclass(slots=True)
@@ -46,6 +59,7 @@ class Scheduler:
         max_num_batched_tokens: token budget of a step; at least `max_num_seqs`.
         max_wait_s: age after which a sequence goes first and is overtaken by nobody.
         watermark_blocks: blocks that an admission leaves for the growth of running sequences.
+        pace: how long a step may take.
     """
 
     def __init__(
@@ -56,6 +70,7 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_wait_s: float,
         watermark_blocks: int,
+        pace: Pace = NO_PACE,
     ) -> None:
         if max_num_seqs < 1:
             raise SettingError("MAX_NUM_SEQS", max_num_seqs, "at least 1")
@@ -68,10 +83,13 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_wait_s = max_wait_s
         self.watermark_blocks = watermark_blocks
+        self.pace = pace
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         """In the order of admission."""
         self._last_victim: Sequence | None = None
+        self._sat_out: Sequence | None = None
+        """Long prompt that had no part in the last step."""
         self._in_flight: set[bytes] = set()
         """Chain hashes of blocks that running sequences are about to compute; of the current step."""
 
@@ -100,20 +118,26 @@ class Scheduler:
                 queue.remove(sequence)
         if sequence is self._last_victim:
             self._last_victim = None
+        if sequence is self._sat_out:
+            self._sat_out = None
 
     def admits_newcomers(self, now_s: float) -> bool:
         """Whether a hand-off may take blocks now: not before preempted or aged sequences."""
         return not any(s.num_preemptions > 0 or has_aged(s, now_s, self.max_wait_s) for s in self.waiting)
 
-    def schedule(self, now_s: float) -> Schedule:
-        """Plan the next step: blocks are taken, `num_scheduled_tokens` set, states changed."""
+    def schedule(self, now_s: float, time: StepTime = UNKNOWN_TIME) -> Schedule:
+        """Plan the next step: blocks are taken, `num_scheduled_tokens` set, states changed.
+
+        Args:
+            time: how long steps take, as far as known.
+        """
         plan = Schedule()
         for sequence in self.running:
             sequence.num_scheduled_tokens = 0
         self._schedule_decodes(plan)
         # Under pressure nobody is admitted: the blocks belong to those that run already.
         is_under_pressure = bool(plan.preempted) or plan.num_stalled > 0
-        self._schedule_prefills(plan, now_s, may_admit=not is_under_pressure)
+        self._schedule_prefills(plan, now_s, time, may_admit=not is_under_pressure)
         return plan
 
     # --- (1) decoding sequences
@@ -157,34 +181,70 @@ class Scheduler:
 
     # --- (2) prompts
 
-    def _schedule_prefills(self, plan: Schedule, now_s: float, *, may_admit: bool) -> None:
-        budget = self.max_num_batched_tokens - len(plan.sequences)
+    def _schedule_prefills(self, plan: Schedule, now_s: float, time: StepTime, *, may_admit: bool) -> None:
+        num_tokens = self.max_num_batched_tokens - len(plan.sequences)
         computing = [s for s in self.running if s.num_uncomputed_tokens > 1]
-        may_admit = may_admit and len(self.running) < self.max_num_seqs and budget > 0
+        may_admit = may_admit and len(self.running) < self.max_num_seqs and num_tokens > 0
         waiting = self.waiting if may_admit else []
+        candidates = [*computing, *waiting]
+        if not candidates:
+            self._sat_out = None
+            return
         self._in_flight = self._hashes_in_flight(computing) if waiting else set()
-        candidates = prefill_order([*computing, *waiting], now_s, self.max_wait_s)
-        for sequence, num_tokens in self._admit_and_share(candidates, budget, plan, now_s):
+        budget = prompt_budget(self.pace, time, work_of(plan.sequences), num_tokens)
+        self._sat_out, grants = self._admit_and_share(candidates, budget, time.prompt or UNIT_TIME, plan, now_s)
+        for sequence, num_granted in grants:
             # Less than its share, when the prefix it was counted with was evicted by a neighbour's admission.
-            sequence.num_scheduled_tokens = min(num_tokens, sequence.num_uncomputed_tokens)
+            sequence.num_scheduled_tokens = min(num_granted, sequence.num_uncomputed_tokens)
             plan.sequences.append(sequence)
 
     def _admit_and_share(
-        self, candidates: list[Sequence], budget: int, plan: Schedule, now_s: float
-    ) -> list[tuple[Sequence, int]]:
-        """Share the budget, admit who got some; who does not fit drops out, and its share is given away again."""
-        while True:
-            grants = share_budget([self._num_uncached(sequence) for sequence in candidates], budget)
-            is_blocked, passed_over = False, set()
-            for sequence, num_tokens in zip(candidates, grants, strict=True):
-                if sequence.state is SequenceState.RUNNING or num_tokens == 0:
-                    continue
-                if is_blocked or not self._admit(sequence, plan, now_s):
-                    passed_over.add(id(sequence))
-                    is_blocked |= has_aged(sequence, now_s, self.max_wait_s)
+        self, candidates: list[Sequence], budget: StepBudget, time: PromptTime, plan: Schedule, now_s: float
+    ) -> tuple[Sequence | None, list[tuple[Sequence, int]]]:
+        """Share the budget, admit who got some; who does not fit drops out, and its share is given away again.
+
+        Returns:
+            The prompt that sits out, if one does; tokens of each prompt in the step.
+        """
+        while candidates:
+            senior = senior_of(candidates, now_s, self.max_wait_s)
+            candidates, sits_out, grants = self._divide(candidates, budget, time, senior)
+            passed_over = self._admit_granted(candidates, grants, senior, plan, now_s)
             if not passed_over:
-                return [pair for pair in zip(candidates, grants, strict=True) if pair[1] > 0]
+                pairs = [pair for pair in zip(candidates, grants, strict=True) if pair[1] > 0]
+                return (senior if sits_out else None), pairs
             candidates = [sequence for sequence in candidates if id(sequence) not in passed_over]
+        return None, []
+
+    def _divide(
+        self, candidates: list[Sequence], budget: StepBudget, time: PromptTime, senior: Sequence
+    ) -> tuple[list[Sequence], bool, list[int]]:
+        """The candidates, first served first; whether the senior sits out; tokens of each."""
+        wanted = {id(sequence): self._num_uncached(sequence) for sequence in candidates}
+        chunks = {id(s): (s.num_tokens - wanted[id(s)], wanted[id(s)]) for s in candidates}
+        order = prefill_order(candidates, lambda sequence: time.seconds(*chunks[id(sequence)]))
+        prompts = [chunks[id(sequence)] for sequence in order]
+        budget = dataclasses.replace(budget)  # each try has all of it
+        if senior.state is SequenceState.RUNNING and senior is not self._sat_out:
+            return order, *share_or_sit_out(prompts, budget, order.index(senior))
+        return order, False, share_budget(prompts, budget, order.index(senior))
+
+    def _admit_granted(
+        self, candidates: list[Sequence], grants: list[int], senior: Sequence, plan: Schedule, now_s: float
+    ) -> set[int]:
+        """Admit those with a share: the senior, then aged ones, then the others. Returns (by id) who could not be."""
+
+        def rank(sequence: Sequence) -> tuple[bool, float]:
+            is_aged = has_aged(sequence, now_s, self.max_wait_s)
+            return (sequence is not senior, sequence.arrival_s if is_aged else math.inf)
+
+        is_blocked, passed_over = False, set()
+        granted = [s for s, num_tokens in zip(candidates, grants, strict=True) if num_tokens > 0]
+        for sequence in sorted((s for s in granted if s.state is not SequenceState.RUNNING), key=rank):
+            if is_blocked or not self._admit(sequence, plan, now_s):
+                passed_over.add(id(sequence))
+                is_blocked |= has_aged(sequence, now_s, self.max_wait_s)
+        return passed_over
 
     def _num_uncached(self, sequence: Sequence) -> int:
         """Tokens to compute, prefix hits taken off."""
@@ -250,3 +310,17 @@ class Scheduler:
                 sequence.num_computed_tokens // block_size :
             ]
         }
+
+
+def work_of(sequences: list[Sequence]) -> StepWork:
+    """What the scheduled tokens of a step are, before it has run."""
+    num_decodes = num_context = num_prompt = 0
+    pairs = 0.0
+    for sequence in sequences:
+        if sequence.num_uncomputed_tokens == 1:
+            num_decodes += 1
+            num_context += sequence.num_tokens
+        else:
+            num_prompt += sequence.num_scheduled_tokens
+            pairs += num_pairs(sequence.num_computed_tokens, sequence.num_scheduled_tokens)
+    return StepWork(num_decodes, num_context, num_prompt, pairs)

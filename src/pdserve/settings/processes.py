@@ -270,6 +270,11 @@ class WorkerSettings(ProcessSettings):
 class PrefillSettings(WorkerSettings):
     """Chunked prefill under a token budget; offers KV blocks under a lease."""
 
+    prefill_step_s: float | None = setting(
+        0.5, optional(seconds), "A step is cut to about this: a short prompt waits for its end.", unit="s",
+        why="A CPU computes 200 tokens in it, enough for full speed; a GPU never takes so long.",
+    )  # fmt: skip
+
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeSettings(WorkerSettings):
@@ -281,6 +286,10 @@ class DecodeSettings(WorkerSettings):
         "Whether a failed hand-off is computed here.",
         why="Time, not a failed request.",
     )
+    tpot_slo_s: float | None = setting(
+        0.25, optional(seconds), "No hand-off joins, and prompt chunks are cut, when a decode step would exceed this.",
+        unit="s", why="A full batch on two laptop cores; a GPU service sets less.",
+    )  # fmt: skip
 
 
 PROCESSES: tuple[type[SharedSettings], ...] = (GatewaySettings, PrefillSettings, DecodeSettings)

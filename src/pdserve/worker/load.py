@@ -18,6 +18,7 @@ from pdserve.engine.engine import Engine
 from pdserve.engine.executors.base import Executor
 from pdserve.engine.executors.fake import FakeOptions
 from pdserve.engine.loader import choose_num_blocks, free_memory_bytes, load_executor
+from pdserve.engine.pace import Pace
 from pdserve.engine.sequence import Sequence
 from pdserve.log import get_logger
 from pdserve.messages import AttemptKey
@@ -25,13 +26,15 @@ from pdserve.models.card import ModelCard
 from pdserve.models.identity import kv_signature, rope_text
 from pdserve.models.resolve import home_folder, resolve_model
 from pdserve.sampling_params import SamplingParams
-from pdserve.settings import WorkerSettings
+from pdserve.settings import DecodeSettings, PrefillSettings, WorkerSettings
 
 logger = get_logger(__name__)
 
 _WATERMARK_RATIO = 0.02
 """Share of the block pool that admissions leave for the growth of running sequences."""
 _NUM_WARM_UP_OUTPUT_TOKENS = 4
+_NUM_CPU_WARM_UP_TOKENS = 128
+"""Touch all weights at full speed; a GPU gets a whole step, for it allocates by the largest one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,16 +77,24 @@ def load_model(settings: WorkerSettings, *, clock: Callable[[], float] = time.mo
 
 
 def warm_up(engine: Engine) -> LedgerReport:
-    """Run one prompt of a whole step's budget and a few decode steps; leaves nothing behind."""
-    num_tokens = min(engine.scheduler.max_num_batched_tokens, engine.executor.max_model_len // 2)
-    num_tokens = max(1, min(num_tokens, (engine.block_pool.num_blocks - 1) * engine.block_size - 8))
-    key = AttemptKey("warm-up", 0, 1, "")
-    sampling = SamplingParams(seed=0, max_tokens=_NUM_WARM_UP_OUTPUT_TOKENS, top_p=0.9, ignore_eos=True)
+    """Run a long prompt with a few decode steps and two short prompts; leaves nothing but measured step times."""
+    longest = (
+        _NUM_CPU_WARM_UP_TOKENS if engine.executor.device.type == "cpu" else engine.scheduler.max_num_batched_tokens
+    )
+    longest = min(longest, engine.scheduler.max_num_batched_tokens, engine.executor.max_model_len // 2)
+    longest = max(1, min(longest, (engine.block_pool.num_blocks - 1) * engine.block_size - 8))
+    for num_tokens, num_output_tokens in ((longest, _NUM_WARM_UP_OUTPUT_TOKENS), (longest // 4, 1), (longest // 8, 1)):
+        _run_alone(engine, max(1, num_tokens), num_output_tokens)
+    return engine.check_integrity()
+
+
+def _run_alone(engine: Engine, num_tokens: int, num_output_tokens: int) -> None:
+    key = AttemptKey("warm-up", 0, num_tokens, "")
+    sampling = SamplingParams(seed=0, max_tokens=num_output_tokens, top_p=0.9, ignore_eos=True)
     prompt = [(7 * index) % engine.vocab_size for index in range(num_tokens)]
     engine.add(Sequence(key, prompt, num_tokens, sampling, is_cacheable=False))
     while engine.has_work:
         engine.step()
-    return engine.check_integrity()
 
 
 def _load_executor(settings: WorkerSettings, card: ModelCard) -> Executor:
@@ -122,7 +133,19 @@ def _make_engine(settings: WorkerSettings, card: ModelCard, executor: Executor, 
         eos_token_ids=card.eos_token_ids,
         watermark_blocks=int(num_blocks * _WATERMARK_RATIO),
         clock=clock,
+        pace=_pace(settings),
     )
+
+
+def _pace(settings: WorkerSettings) -> Pace:
+    """What each role is asked for; the other aim does not occur in it."""
+    match settings:
+        case PrefillSettings():
+            return Pace(prompt_step_s=settings.prefill_step_s)
+        case DecodeSettings():
+            return Pace(tpot_s=settings.tpot_slo_s)
+        case _:
+            return Pace()
 
 
 def _num_blocks(settings: WorkerSettings, executor: Executor) -> int:

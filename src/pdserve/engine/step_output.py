@@ -1,0 +1,35 @@
+"""What one step of the engine did, as its owner hears of it. Data alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pdserve.engine.sequence import Sequence
+from pdserve.messages import TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What one step did."""
+
+    started: list[Sequence] = field(default_factory=list)
+    """Admitted for the first time."""
+    progressed: list[Sequence] = field(default_factory=list)
+    """Prompt chunks computed, the last one included."""
+    tokens: list[tuple[Sequence, int, TokenLogprobs | None]] = field(default_factory=list)
+    """Sampled, in order; a prefill-only sequence's token 0 too."""
+    finished: list[Sequence] = field(default_factory=list)
+    """`finish_reason` is set; blocks are given back."""
+    preempted: list[Sequence] = field(default_factory=list)
+    num_tokens: int = 0
+    """Tokens computed."""
+    num_decode_tokens: int = 0
+    """Of them, by sequences that decode."""
+    num_stalled: int = 0
+    """Decoding sequences that sat the step out for want of a block."""
+    duration_s: float = 0.0
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing happened."""
+        return not (self.num_tokens or self.tokens or self.preempted)
