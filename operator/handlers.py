@@ -1,0 +1,60 @@
+"""What kopf watches. Each handler names the service that an event concerns, and does nothing else.
+
+Raw events only: kopf then keeps no state in objects, needs no finalizer, and an object is deleted without it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import kopf
+
+from pdserve.operator.loop import ReconcileLoop
+from pdserve.operator.names import GROUP, VERSION, service_of
+
+_WATCH_S = 300
+_SILENCE_S = 330
+"""A watch without a word for this long is dead: the server ends each after _WATCH_S."""
+
+
+def make_registry(loop: ReconcileLoop) -> kopf.OperatorRegistry:
+    """Handlers of one operator."""
+    registry = kopf.OperatorRegistry()
+
+    @kopf.on.login(registry=registry)
+    def login(**arguments: Any) -> kopf.ConnectionInfo | None:
+        return kopf.login_with_kubeconfig(**arguments) or kopf.login_with_service_account(**arguments)
+
+    @kopf.on.event(GROUP, VERSION, "pdservices", registry=registry)
+    async def service_changed(*, namespace: str | None, name: str, **_: Any) -> None:
+        await loop.queue.add((str(namespace), name))
+
+    @kopf.on.event(GROUP, VERSION, "scalingpolicies", registry=registry)
+    async def policy_changed(*, namespace: str | None, **_: Any) -> None:
+        await loop.look_at_all(str(namespace))
+
+    @kopf.on.event("apps", "v1", "deployments", registry=registry, when=_is_ours)
+    async def deployment_changed(*, namespace: str | None, labels: Any, **_: Any) -> None:
+        service = service_of(labels)
+        if service is not None:
+            await loop.queue.add((str(namespace), service))
+
+    return registry
+
+
+def _is_ours(labels: Any, **_: Any) -> bool:
+    return service_of(labels) is not None
+
+
+def make_settings() -> kopf.OperatorSettings:
+    """kopf as a watcher only."""
+    settings = kopf.OperatorSettings()
+    settings.posting.enabled = False
+    settings.peering.standalone = True
+    settings.scanning.disabled = True
+    settings.watching.server_timeout = _WATCH_S
+    settings.watching.client_timeout = _SILENCE_S
+    settings.watching.connect_timeout = 10
+    settings.networking.request_timeout = 30
+    settings.networking.error_backoffs = [1, 2, 4, 8, 16]
+    return settings

@@ -1,0 +1,163 @@
+"""The few verbs of the Kubernetes API that the operator uses, over one pool of connections.
+
+Throttling (429) and server errors are retried for a bounded time, as the server asks; everything else is the
+caller's. What is gone, or is going with its namespace, is `Gone`: never an error worth a retry.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+
+from pdserve.operator.credentials import ClusterError, Credentials, read_credentials
+
+Json = dict[str, Any]
+
+_TIMEOUT_S = 15.0
+_TRIES = 4
+_MAX_PAUSE_S = 10.0
+_MAX_CONNECTIONS = 16
+
+_PLURALS = {"NetworkPolicy": "networkpolicies", "ScalingPolicy": "scalingpolicies"}
+
+
+class GoneError(ClusterError):
+    """The object does not exist (any more), or its namespace is going."""
+
+
+class ConflictError(ClusterError):
+    """Somebody else was faster."""
+
+
+class RefusedError(ClusterError):
+    """The API server refuses the object or the verb; the message is the server's."""
+
+
+def path_of(api_version: str, kind: str, namespace: str | None, name: str = "") -> str:
+    """URL path of a collection, or of one object; `namespace=None`: of all namespaces."""
+    base = f"/api/{api_version}" if "/" not in api_version else f"/apis/{api_version}"
+    plural = _PLURALS.get(kind, f"{kind.lower()}s")
+    return "/".join(part for part in (base, f"namespaces/{namespace}" if namespace else "", plural, name) if part)
+
+
+def path_of_object(item: Json) -> str:
+    """URL path of an object that says where it belongs."""
+    return path_of(item["apiVersion"], item["kind"], item["metadata"]["namespace"], item["metadata"]["name"])
+
+
+class Kube:
+    """One connection pool to one API server; used on one event loop."""
+
+    def __init__(self, credentials: Credentials) -> None:
+        self._client = _client(credentials)
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._client.aclose()
+
+    async def get(self, path: str) -> Json:
+        """One object, or what the server says at a path.
+
+        Raises:
+            GoneError, RefusedError, ClusterError
+        """
+        return await self._request("GET", path)
+
+    async def list(self, path: str, selector: str) -> list[Json]:
+        """All objects of a collection that a label selector selects."""
+        found = await self._request("GET", path, params={"labelSelector": selector})
+        return list(found["items"])
+
+    async def apply(self, item: Json, manager: str, *, subresource: str = "") -> Json:
+        """Server-side apply; conflicts are won: children belong to the operator."""
+        path = path_of_object(item) + (f"/{subresource}" if subresource else "")
+        return await self._request(
+            "PATCH", path, item, "application/apply-patch+yaml", {"fieldManager": manager, "force": "true"}
+        )
+
+    async def merge(self, path: str, patch: Json, manager: str) -> Json:
+        """JSON merge patch."""
+        return await self._request("PATCH", path, patch, "application/merge-patch+json", {"fieldManager": manager})
+
+    async def replace(self, path: str, item: Json) -> Json:
+        """Optimistic update: the item's resourceVersion must be the current one.
+
+        Raises:
+            ConflictError: it is not.
+        """
+        return await self._request("PUT", path, item)
+
+    async def create(self, path: str, item: Json) -> Json:
+        """A new object.
+
+        Raises:
+            ConflictError: it exists already.
+        """
+        return await self._request("POST", path, item)
+
+    async def delete(self, path: str) -> None:
+        """Delete in the background; gone already is fine."""
+        try:
+            await self._request("DELETE", path, {"propagationPolicy": "Background"})
+        except GoneError:
+            return
+
+    async def _request(
+        self, verb: str, path: str, body: Json | None = None, kind: str = "application/json",
+        params: dict[str, str] | None = None,
+    ) -> Json:  # fmt: skip
+        content = json.dumps(body).encode() if body is not None else None
+        headers = {"Content-Type": kind} if body is not None else {}
+        for attempt in range(_TRIES):
+            response = await self._send(verb, path, content, headers, params)
+            if response.status_code == 401 and attempt == 0:
+                await self._renew()
+            elif response.status_code == 429 or response.status_code >= 500:
+                await asyncio.sleep(_pause_s(response, attempt))
+            else:
+                return _answer(response, f"{verb} {path}")
+        raise ClusterError(f"{verb} {path}: the API server said {response.status_code} {_TRIES} times")
+
+    async def _send(
+        self, verb: str, path: str, content: bytes | None, headers: dict[str, str], params: dict[str, str] | None
+    ) -> httpx.Response:
+        try:
+            return await self._client.request(verb, path, content=content, headers=headers, params=params)
+        except httpx.HTTPError as error:
+            raise ClusterError(f"{verb} {path}: the API server does not answer ({error!r})") from error
+
+    async def _renew(self) -> None:
+        """A pod's token is replaced in its file before it expires."""
+        old, self._client = self._client, _client(read_credentials())
+        await old.aclose()
+
+
+def _client(credentials: Credentials) -> httpx.AsyncClient:
+    headers = {"User-Agent": "pdserve-operator", "Accept": "application/json"}
+    if credentials.token:
+        headers["Authorization"] = f"Bearer {credentials.token}"
+    limits = httpx.Limits(max_connections=_MAX_CONNECTIONS, max_keepalive_connections=_MAX_CONNECTIONS)
+    return httpx.AsyncClient(
+        base_url=credentials.server, verify=credentials.tls, headers=headers, timeout=_TIMEOUT_S, limits=limits,
+        trust_env=False,
+    )  # fmt: skip
+
+
+def _pause_s(response: httpx.Response, attempt: int) -> float:
+    asked = response.headers.get("Retry-After", "")
+    return min(_MAX_PAUSE_S, float(asked) if asked.isdecimal() else 0.5 * 2.0**attempt)
+
+
+def _answer(response: httpx.Response, what: str) -> Json:
+    body: Json = response.json() if response.content[:1] == b"{" else {}
+    if response.is_success:
+        return body
+    message = f"{what}: {body.get('message', response.status_code)}"
+    if response.status_code == 404 or "is being terminated" in message:
+        raise GoneError(message)
+    if response.status_code == 409:
+        raise ConflictError(message)
+    raise RefusedError(message)
