@@ -101,29 +101,6 @@ struct Tiles {
     }
 };
 
-// One row against two panels side by side: twice as many independent chains, which narrow weights need.
-template <class T>
-static inline void tile_pair(const float* a, const T* w0, const T* w1, int k_len, float* y0, float* y1) {
-    constexpr int NV = kPanel / kWidth;
-    vec acc0[NV], acc1[NV];
-#pragma GCC unroll 8
-    for (int v = 0; v < NV; ++v) acc0[v] = acc1[v] = v_zero();
-#pragma GCC unroll 4
-    for (int k = 0; k < k_len; ++k, w0 += kPanel, w1 += kPanel) {
-        vec c = v_set(a[k]);
-#pragma GCC unroll 8
-        for (int v = 0; v < NV; ++v) {
-            acc0[v] = v_fma(c, v_load(w0 + v * kWidth), acc0[v]);
-            acc1[v] = v_fma(c, v_load(w1 + v * kWidth), acc1[v]);
-        }
-    }
-#pragma GCC unroll 8
-    for (int v = 0; v < NV; ++v) {
-        v_store(y0 + v * kWidth, acc0[v]);
-        v_store(y1 + v * kWidth, acc1[v]);
-    }
-}
-
 static inline void scale_and_bias(float* y, int rows, const PdsMatrix& matrix, int panel) {
     const float* scale = matrix.scale ? matrix.scale + panel * kPanel : nullptr;
     const float* bias = matrix.bias ? matrix.bias + panel * kPanel : nullptr;
@@ -135,33 +112,11 @@ static inline void scale_and_bias(float* y, int rows, const PdsMatrix& matrix, i
     }
 }
 
-// One phase for a batch of one row: pairs of panels are claimed one at a time.
-template <class T, class Use>
-static void multiply_row(const Team& team, const float* a, const PdsMatrix& matrix, float* y, Use use) {
-    const int num_panels = matrix.n / kPanel;
-    const int64_t panel_size = static_cast<int64_t>(matrix.k) * kPanel;
-    for (int pair = team.first(); pair * 2 < num_panels; pair = team.claim()) {
-        const int count = pair * 2 + 1 < num_panels ? 2 : 1;
-        const T* w = static_cast<const T*>(matrix.panels) + pair * 2 * panel_size;
-        if (count == 2) {
-            tile_pair(a, w, w + panel_size, matrix.k, y, y + kPanel);
-        } else {
-            Ahead nothing{nullptr, nullptr, 0};
-            tile<T, 1>(a, w, matrix.k, y, false, nothing);
-        }
-        for (int i = 0; i < count; ++i) {
-            scale_and_bias(y + i * kPanel, 1, matrix, pair * 2 + i);
-            use(0, 1, pair * 2 + i, y + i * kPanel);
-        }
-    }
-}
-
 // One phase: panels are claimed one at a time. `next` is the matrix of the following phase, whose first panel this
 // thread fetches while it works on its last one. use(first row, rows, panel, y[rows][32]) gets the results.
 template <class T, class Use>
 static void multiply(const Team& team, const float* a, const Tiling& rows, const PdsMatrix& matrix,
                      const PdsMatrix* next, float* y, Use use) {
-    if (rows.rows == 1 && sizeof(T) == 1) return multiply_row<T>(team, a, matrix, y, use);
     const bool fetches = rows.rows * 4 >= kBusyLine * static_cast<int>(sizeof(T));
     const int num_panels = matrix.n / kPanel, k_all = matrix.k;
     const int block_tiles = kBlockRows / kMaxRows;
