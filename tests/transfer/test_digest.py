@@ -3,7 +3,8 @@ import random
 import pytest
 import torch
 
-from pdserve.transfer.digest import DIGEST_BYTES, block_digests, sums_on_device
+from pdserve.kernels import cpu_ops
+from pdserve.transfer.digest import DIGEST_BYTES, block_digests, sums_by_kernel, sums_by_numpy, sums_on_device
 from pdserve.transfer.memory import bytes_view
 
 MASK = (1 << 64) - 1
@@ -43,6 +44,38 @@ def test_device_path_gives_the_same_digests(block_bytes):
     blocks = random_blocks(70, block_bytes) if block_bytes < 5000 else random_blocks(3, block_bytes)
     ids = list(range(len(blocks)))[::-1]
     assert [row.tobytes() for row in sums_on_device(blocks, ids)] == block_digests(blocks, ids)
+
+
+needs_kernels = pytest.mark.skipif(cpu_ops.why_unavailable() is not None, reason=str(cpu_ops.why_unavailable()))
+
+
+@needs_kernels
+@pytest.mark.parametrize("block_bytes", [4, 8, 12, 20, 24, 28, 8 * 1023, 8 * 1024 + 4, 8 * 1025, 8 * 40000 + 4])
+def test_kernel_and_numpy_agree(block_bytes):
+    blocks = random_blocks(7, block_bytes)
+    ids = [6, 0, 3, 3, 1]
+    assert (sums_by_kernel(blocks, ids) == sums_by_numpy(blocks, ids)).all()
+
+
+@needs_kernels
+def test_kernel_agrees_on_extreme_words():
+    words = torch.tensor([0, -1, 2**63 - 1, -(2**63), 2**32 - 1, -(2**32), 2**31, -(2**31)]).repeat(9, 5)
+    blocks = words.view(torch.uint8).reshape(9, -1)
+    assert (sums_by_kernel(blocks, [8, 2]) == sums_by_numpy(blocks, [8, 2])).all()
+
+
+@needs_kernels
+def test_kernel_reads_no_block_outside_of_the_pool():
+    for wrong in (-1, 3):
+        with pytest.raises(AssertionError):
+            sums_by_kernel(random_blocks(3, 16), [0, wrong])
+
+
+def test_without_the_kernels_digests_are_the_same(monkeypatch):
+    blocks = random_blocks(3, 1028)
+    expected = block_digests(blocks, [2, 1])
+    monkeypatch.setenv("PDS_CPU_KERNELS", "off")
+    assert block_digests(blocks, [2, 1]) == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int8])

@@ -11,17 +11,20 @@ change at least one of the sums sees a difference in the low half of some word, 
 2**-33 at most (typical changes: 2**-128). That is what the shift is for: without it two flipped sign bits would
 cancel each other out. It finds stale, foreign and damaged blocks; it is no defence against forgery.
 
-On a CPU this runs in numpy, which uses the calling thread alone and releases the GIL.
+On a CPU this uses the calling thread alone and releases the GIL: the CPU kernels, at three times the rate of numpy,
+which does it where an installation lacks them.
 """
 
 from __future__ import annotations
 
+import sys
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
 
+from pdserve.kernels import cpu_ops
 from pdserve.transfer.memory import bytes_view
 
 DIGEST_BYTES = 16
@@ -42,12 +45,33 @@ def block_digests(kv_cache: torch.Tensor, block_ids: list[int]) -> list[bytes]:
         return []
     blocks = bytes_view(kv_cache)
     assert blocks.shape[1] % 4 == 0, f"a block has {blocks.shape[1]} bytes, not a multiple of 4"
-    sums = _sums_on_cpu(blocks, block_ids) if blocks.device.type == "cpu" else sums_on_device(blocks, block_ids)
+    if blocks.device.type != "cpu":
+        sums = sums_on_device(blocks, block_ids)
+    elif cpu_ops.why_unavailable() is None and sys.byteorder == "little":
+        sums = sums_by_kernel(blocks, block_ids)
+    else:
+        sums = sums_by_numpy(blocks, block_ids)
     return [row.tobytes() for row in sums.astype("<i8", copy=False)]
 
 
-def _sums_on_cpu(blocks: torch.Tensor, block_ids: list[int]) -> Words:
-    """`[len(block_ids), 2]`: both sums of each block."""
+def sums_by_kernel(blocks: torch.Tensor, block_ids: list[int]) -> Words:
+    """`[len(block_ids), 2]`: both sums of each block, by the CPU kernels."""
+    num_blocks, block_bytes = blocks.shape
+    # The kernel reads addresses: nothing out of range may reach it.
+    assert 0 <= min(block_ids) and max(block_ids) < num_blocks, (min(block_ids), max(block_ids), num_blocks)
+    weights_x, weights_y = _weights(-(-block_bytes // 8))
+    ids = np.array(block_ids, dtype=np.int64)
+    sums = np.empty((len(ids), 2), dtype=np.int64)
+    cpu_ops.block_sums(
+        *(blocks.data_ptr(), block_bytes, ids.ctypes.data, len(ids)),
+        weights=(weights_x.ctypes.data, weights_y.ctypes.data),
+        sums=sums.ctypes.data,
+    )
+    return sums
+
+
+def sums_by_numpy(blocks: torch.Tensor, block_ids: list[int]) -> Words:
+    """The same sums without the CPU kernels."""
     num_words = -(-blocks.shape[1] // 8)
     rows_at_once = max(1, _CHUNK_WORDS // num_words)
     sums = np.empty((len(block_ids), 2), dtype=np.int64)
