@@ -58,7 +58,8 @@ def sums_by_kernel(blocks: torch.Tensor, block_ids: list[int]) -> Words:
     """`[len(block_ids), 2]`: both sums of each block, by the CPU kernels."""
     num_blocks, block_bytes = blocks.shape
     # The kernel reads addresses: nothing out of range may reach it.
-    assert 0 <= min(block_ids) and max(block_ids) < num_blocks, (min(block_ids), max(block_ids), num_blocks)
+    assert min(block_ids) >= 0, min(block_ids)
+    assert max(block_ids) < num_blocks, (max(block_ids), num_blocks)
     weights_x, weights_y = _weights(-(-block_bytes // 8))
     ids = np.array(block_ids, dtype=np.int64)
     sums = np.empty((len(ids), 2), dtype=np.int64)

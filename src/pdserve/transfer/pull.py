@@ -9,8 +9,9 @@ from typing import Protocol
 
 from pdserve.transfer.base import Descriptor
 
-MAX_READ_BYTES = 8 << 20
-"""Of one READ: it ends soon, so that little is quarantined for short when it is given up."""
+MAX_READ_BYTES = 4 << 20
+"""Of one READ: it ends soon, so that little is quarantined for short when it is given up, and its bytes are still in
+a processor's cache when they are verified."""
 
 
 class PullFaults(Protocol):
@@ -91,6 +92,8 @@ class ActivePull:
     """READs not posted yet, as index ranges into the request's lists."""
     in_flight: dict[int, range] = field(default_factory=dict)
     """By the transport's handle."""
+    num_verifying: int = 0
+    """READs that ended and whose blocks are being compared with their digests."""
     is_connecting: bool = False
     first_read_s: float | None = None
     num_bytes: int = 0

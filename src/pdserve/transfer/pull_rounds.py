@@ -1,8 +1,8 @@
 """What the transfer thread does in each round. One thread, no waiting; `puller.py` is the thread and its doors.
 
-A round: collect ended READs and verify their blocks, post further READs (bounded in size and in number per peer,
-round robin over requests), look after the quarantine. Nothing here waits for a peer, so one that is frozen holds
-up nobody else.
+A round: collect ended READs and have their blocks verified (`verifier.py`), post further READs (bounded in size and
+in number per peer, round robin over requests), look after the quarantine. Nothing here waits for a peer, so one that
+is frozen holds up nobody else.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import torch
 
 from pdserve.errors import TransferError
 from pdserve.transfer.base import Descriptor, PeerId, PullResult, PullState, Transport
-from pdserve.transfer.digest import block_digests
 from pdserve.transfer.memory import bytes_view
 from pdserve.transfer.peer_failures import PeerFailures
 from pdserve.transfer.pull import ActivePull, OnOutcome, PullFaults, PullOutcome, PullRequest, split_into_reads
 from pdserve.transfer.quarantine import Quarantine
+from pdserve.transfer.verifier import Verdict, Verifier
 
 _DRAIN_POLL_S = 0.0005
 
@@ -42,6 +42,7 @@ class PullRounds:
         max_reads_per_peer: int,
         drain_s: float,
         on_descriptor: Callable[[Descriptor], None],
+        on_verdict: Callable[[], None],
         clock: Callable[[], float],
     ) -> None:
         self._transports = dict(transports)
@@ -53,6 +54,7 @@ class PullRounds:
         self._drain_s = drain_s
         self._on_descriptor = on_descriptor
         self._clock = clock
+        self._verifier: Verifier[tuple[ActivePull, int]] = Verifier(kv_cache, on_verdict)
         max_blocks = max_quarantined_ratio * kv_cache.shape[0]
         self._quarantines = {name: Quarantine(quarantine_s, max_blocks, clock) for name in transports}
         self._draining_since_s: dict[str, float] = {}
@@ -77,7 +79,7 @@ class PullRounds:
 
     def round(self) -> bool:
         """Whether something moved, so that another round is worth while at once."""
-        num_results = self._collect()
+        num_results = self._collect() + self._take_verdicts()
         self._watch_preparing()
         num_posted = sum(self._advance(pull) for pull in list(self._pulls.values()))
         for name, transport in self._transports.items():
@@ -179,13 +181,9 @@ class PullRounds:
             self._fail(pull, result.reason, result.detail)
             return
         try:
-            self._verify(pull, indices)
+            self._verify(pull, indices, result.num_bytes)
         except TransferError as error:
             self._fail(pull, error.reason, str(error))
-            return
-        pull.num_bytes += result.num_bytes
-        if not pull.in_flight and not pull.waiting:
-            self._succeed(pull)
 
     def _pull_of(self, name: str, handle: int) -> ActivePull | None:
         for pull in self._pulls.values():
@@ -193,22 +191,42 @@ class PullRounds:
                 return pull
         return None
 
-    def _verify(self, pull: ActivePull, indices: range) -> None:
-        """Compare the digests of received blocks with the announced ones."""
+    def _verify(self, pull: ActivePull, indices: range, num_bytes: int) -> None:
+        """Have received blocks compared with the announced digests, if there are any."""
         self._maybe_fail("copy")
         local_ids = _local_ids(pull.request, indices)
         if self._faults and self._faults.take("corrupt_block"):
             bytes_view(self._kv_cache)[local_ids[0], 0] ^= 1
         self._maybe_fail("verify")
         if not pull.request.digests:
+            self._accept(pull, num_bytes)
             return
-        expected = [pull.request.digests[index] for index in indices]
-        found = block_digests(self._kv_cache, local_ids)
-        wrong = [block_id for block_id, a, b in zip(local_ids, expected, found, strict=True) if a != b]
-        if wrong:
-            raise TransferError(
-                "verify", f"{len(wrong)} of {len(found)} blocks differ from what {_peer(pull)} announced"
-            )
+        pull.num_verifying += 1
+        self._verifier.begin((pull, num_bytes), local_ids, pull.request.digests[indices.start : indices.stop])
+
+    def _take_verdicts(self) -> int:
+        """Act on what the verifier found out; returns the number of its verdicts."""
+        verdicts = self._verifier.take()
+        for verdict in verdicts:
+            self._take_verdict(verdict)
+        return len(verdicts)
+
+    def _take_verdict(self, verdict: Verdict[tuple[ActivePull, int]]) -> None:
+        pull, num_bytes = verdict.tag
+        if pull.ticket not in self._pulls:
+            return  # it ended for another reason
+        pull.num_verifying -= 1
+        if verdict.num_wrong:
+            found = f"{verdict.num_wrong} of {verdict.num_blocks} blocks differ from what {_peer(pull)} announced"
+            self._fail(pull, "verify", verdict.failure or found)
+        else:
+            self._accept(pull, num_bytes)
+
+    def _accept(self, pull: ActivePull, num_bytes: int) -> None:
+        """Blocks are what they should be; the last ones end the request."""
+        pull.num_bytes += num_bytes
+        if not pull.in_flight and not pull.waiting and not pull.num_verifying:
+            self._succeed(pull)
 
     def _maybe_fail(self, stage: str) -> None:
         if self._faults and self._faults.should_fail(stage):
@@ -306,17 +324,19 @@ class PullRounds:
     def drain(self) -> None:
         """Fail what was not begun, and let READs on their way end: a reader that just goes may harm its peer."""
         for pull in list(self._pulls.values()):
-            if not pull.in_flight:
+            if not pull.in_flight and not pull.num_verifying:
                 self._fail(pull, "aborted", "this worker stops")
         until_s = self._clock() + self._drain_s
-        while any(pull.in_flight for pull in self._pulls.values()) and self._clock() < until_s:
+        while any(p.in_flight or p.num_verifying for p in self._pulls.values()) and self._clock() < until_s:
             self._collect()
+            self._take_verdicts()
             time.sleep(_DRAIN_POLL_S)
 
     def tear_down(self) -> None:
         """End everything and close the transports: a fence."""
         for pull in list(self._pulls.values()):
             self._fail(pull, "aborted", "this worker stops")
+        self._verifier.close()
         for name, transport in self._transports.items():
             transport.close()
             for pull in self._quarantines[name].remove_all():

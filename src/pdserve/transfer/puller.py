@@ -47,7 +47,7 @@ class Puller:
         faults: test hooks.
         quarantine_s: how long a READ that was given up may stay unended before the agent is recreated (two leases).
         max_quarantined_ratio: of the block pool; beyond it the agent is recreated earlier.
-        max_reads_per_peer: on their way at the same time, so that verifying one overlaps copying the next.
+        max_reads_per_peer: on their way at the same time.
         drain_s: how long healthy READs may take to end before an agent is recreated or closed.
         failure_ttl_s: how long a peer's failure mark is shown.
         on_descriptor: called in the transfer thread when a descriptor changed: announce it.
@@ -69,6 +69,7 @@ class Puller:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._failures = PeerFailures(failure_ttl_s, clock)
+        self._wake = threading.Event()
         self._rounds = PullRounds(
             transports,
             kv_cache,
@@ -80,12 +81,12 @@ class Puller:
             max_reads_per_peer=max_reads_per_peer,
             drain_s=drain_s,
             on_descriptor=on_descriptor,
+            on_verdict=self._wake.set,
             clock=clock,
         )
         self._tickets = itertools.count(1)
         self._commands: deque[Callable[[], None]] = deque()
         self._lock = threading.Lock()
-        self._wake = threading.Event()
         self._is_closing = False
         self._is_serving = False
         self._thread = threading.Thread(target=self._run, name="kv-transfer", daemon=True)

@@ -1,0 +1,64 @@
+import threading
+
+import pytest
+import torch
+
+from pdserve.transfer.digest import block_digests
+from pdserve.transfer.verifier import Verdict, Verifier
+
+
+@pytest.fixture
+def blocks():
+    return torch.arange(40, dtype=torch.uint8).reshape(5, 8).repeat(1, 100)
+
+
+class Verifying:
+    def __init__(self, blocks):
+        self.is_new = threading.Event()
+        self.verifier = Verifier(blocks, self.is_new.set)
+
+    def verdicts(self, count):
+        found = []
+        while len(found) < count:
+            assert self.is_new.wait(10), found
+            self.is_new.clear()
+            found += self.verifier.take()
+        return found
+
+
+@pytest.fixture
+def verifying(blocks):
+    scene = Verifying(blocks)
+    yield scene
+    scene.verifier.close()
+
+
+def test_verdicts_come_in_order_and_count_wrong_blocks(verifying, blocks):
+    digests = block_digests(blocks, [0, 1, 2])
+    blocks[1, 7] ^= 1
+    verifying.verifier.begin("first", [0, 1, 2], digests)
+    verifying.verifier.begin("second", [2, 0], [digests[2], digests[0]])
+    assert verifying.verdicts(2) == [Verdict("first", 3, 1), Verdict("second", 2, 0)]
+    assert verifying.verifier.take() == []
+
+
+def test_blocks_that_cannot_be_compared_are_all_wrong_and_the_next_ones_are_compared(verifying, blocks):
+    (digest,) = block_digests(blocks, [4])
+    verifying.verifier.begin("outside", [5], [digest])
+    verifying.verifier.begin("inside", [4], [digest])
+    outside, inside = verifying.verdicts(2)
+    assert (outside.num_wrong, bool(outside.failure)) == (1, True)
+    assert inside == Verdict("inside", 1, 0)
+
+
+def test_closing_finishes_what_was_begun_and_reads_nothing_afterwards(verifying, blocks):
+    digests = block_digests(blocks, list(range(5)))
+    for number in range(20):
+        verifying.verifier.begin(number, list(range(5)), digests)
+    verifying.verifier.close()
+    verifying.verifier.close()
+    assert [verdict.tag for verdict in verifying.verifier.take()] == list(range(20))
+
+
+def test_closing_without_any_blocks_is_harmless(blocks):
+    Verifier(blocks, lambda: None).close()
