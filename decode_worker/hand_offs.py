@@ -125,7 +125,7 @@ class HandOffs:
         if registration.kv_signature != self._kv_signature:
             return f"KV signature differs: theirs {registration.kv_signature}, ours {self._kv_signature}"
         try:
-            return self._transports.choose(registration)
+            return self._transports.find(registration)
         except TransferError as error:
             return str(error)
 

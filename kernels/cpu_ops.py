@@ -70,6 +70,10 @@ def why_unavailable() -> str | None:
         return "PDS_CPU_KERNELS=off"
     if _library_path() is None:
         return "this installation was built without a C++ compiler, so it lacks the CPU kernels"
+    try:
+        load_library()
+    except (OSError, AttributeError) as error:
+        return f"the compiled CPU kernels are not of this version ({error}); `make setup` builds them anew"
     return None
 
 
@@ -79,6 +83,7 @@ def load_library() -> ctypes.CDLL:
 
     Raises:
         OSError: it cannot be loaded.
+        AttributeError: it was built from another version and lacks a function.
     """
     path = _library_path()
     assert path is not None, "ask why_unavailable first"

@@ -88,12 +88,7 @@ def check(service: PrivateService, model: str, same: Callable[..., None]) -> Cal
     return run
 
 
-NO_LOOKUP_HOOK = pytest.mark.xfail(strict=True, reason="no worker asks the test hooks at its lookup of the other side")
-
-
-@pytest.mark.parametrize(
-    "stage", [pytest.param(stage, marks=NO_LOOKUP_HOOK if stage == "lookup" else ()) for stage in STAGES]
-)
+@pytest.mark.parametrize("stage", STAGES)
 def test_a_hand_off_that_fails_once_at_any_stage_still_gives_the_right_answer(
     service: PrivateService, check: Callable[..., None], stage: str
 ) -> None:

@@ -106,7 +106,7 @@ class WorkerTransports:
         if self._puller is None or not self._descriptors:
             return "no transport is open"
         num_failures = self._puller.num_failures_in_a_row
-        if num_failures > MAX_FAILURES_IN_A_ROW:
+        if num_failures > MAX_FAILURES_IN_A_ROW and self._puller.failed_peers():  # marks fade: then it may try again
             return f"the last {num_failures} KV transfers failed"
         return None
 
@@ -117,12 +117,18 @@ class WorkerTransports:
 
     # --- reading
 
-    def choose(self, registration: WorkerRegistration) -> Descriptor:
-        """How to READ from this worker; the log says which transport each pair uses, and why.
+    def find(self, registration: WorkerRegistration) -> Descriptor:
+        """How a hand-off READs from this worker.
 
         Raises:
             TransferError: there is no common transport, or a descriptor is damaged.
         """
+        if self._options.faults is not None and self._options.faults.should_fail("lookup"):
+            raise TransferError("lookup", "a test hook made it fail")
+        return self._choose(registration)
+
+    def _choose(self, registration: WorkerRegistration) -> Descriptor:
+        """The log says which transport each pair uses, and why."""
         theirs = [decode_descriptor(payload) for payload in registration.descriptors]
         choice = choose_backend(self._options.setting, list(self._descriptors.values()), theirs)
         descriptor = next(descriptor for descriptor in theirs if descriptor.backend == choice.backend)
@@ -137,7 +143,7 @@ class WorkerTransports:
         if (registration.worker_id, registration.generation) in self._choices or self._puller is None:
             return
         try:
-            descriptor = self.choose(registration)
+            descriptor = self._choose(registration)
         except TransferError as error:
             logger.warning("cannot read from %s: %s", registration.worker_id, error)
         else:
