@@ -16,10 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pdserve.kernels.launch import LOG2_E, cdiv, check_float, dot_precision, next_power_of_2
+from pdserve.kernels.launch import IS_INTERPRETED, LOG2_E, check_float, dot_precision, next_power_of_2
+from pdserve.kernels.splits import SPLIT_TOKENS, num_splits
 
-SPLIT_TOKENS = 256
-"""Enough programs for one long sequence to fill a GPU, and partial results of a few percent of the KV read."""
 MAX_WINDOW = 1 << 30
 """Stands for no sliding window."""
 
@@ -157,6 +156,10 @@ class DecodeTile:
     num_stages: int
 
 
+INTERPRETED_TILE = DecodeTile(tokens=128, num_warps=4, num_stages=1)
+"""The interpreter's time goes by the number of operations, not by their size."""
+
+
 def tile_for(head_dim: int, itemsize: int) -> DecodeTile:
     """Tile that was seen to compile without spilling registers, for sm_80 and sm_90 alike.
 
@@ -164,6 +167,8 @@ def tile_for(head_dim: int, itemsize: int) -> DecodeTile:
         head_dim: of the model.
         itemsize: bytes of one value of the query.
     """
+    if IS_INTERPRETED:
+        return INTERPRETED_TILE
     padded = next_power_of_2(head_dim)
     if itemsize > 2:
         return DecodeTile(tokens=32 if padded <= 128 else 16, num_warps=8, num_stages=2)
@@ -205,13 +210,13 @@ def paged_decode_attention(
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     if num_seqs == 0:
         return output
-    num_splits = max(1, cdiv(max_context_len, SPLIT_TOKENS))
-    is_single = num_splits == 1
+    count = num_splits(max_context_len)
+    is_single = count == 1
     window = MAX_WINDOW if sliding_window is None else sliding_window
-    partial, peaks, totals = (output,) * 3 if is_single else _partials(num_seqs, num_heads, num_splits, query)
+    partial, peaks, totals = (output,) * 3 if is_single else _partials(num_seqs, num_heads, count, query)
     tile = tile_for(head_dim, query.element_size())
     shape = {"NUM_HEADS": num_heads, "HEAD_DIM": head_dim, "HEAD_DIM_P2": max(16, next_power_of_2(head_dim))}
-    paged_decode_kernel[(num_seqs, num_kv_heads, num_splits)](
+    paged_decode_kernel[(num_seqs, num_kv_heads, count)](
         query,
         kv_layer,
         block_tables,
@@ -226,7 +231,7 @@ def paged_decode_attention(
         *query.stride()[:2],
         *kv_layer.stride()[:4],
         block_tables.stride(0),
-        num_splits,
+        count,
         **shape,
         GROUP=group,
         GROUP_P2=max(16, next_power_of_2(group)),
@@ -242,18 +247,12 @@ def paged_decode_attention(
     )
     if not is_single:
         merge_splits_kernel[(num_seqs, num_heads)](
-            partial, peaks, totals, context_lens, output, window, num_splits, **shape, SPLIT=SPLIT_TOKENS, num_warps=1
+            partial, peaks, totals, context_lens, output, window, count, **shape, SPLIT=SPLIT_TOKENS, num_warps=1
         )
     return output
 
 
-def workspace_bytes(num_seqs: int, num_heads: int, head_dim: int, max_context_len: int) -> int:
-    """Memory of the partial results of one call."""
-    num_splits = cdiv(max_context_len, SPLIT_TOKENS)
-    return 0 if num_splits <= 1 else num_seqs * num_heads * num_splits * (head_dim + 2) * 4
-
-
-def _partials(num_seqs: int, num_heads: int, num_splits: int, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    mixed = torch.empty(num_seqs, num_heads, num_splits, like.shape[2], dtype=torch.float32, device=like.device)
-    scalars = torch.empty(2, num_seqs, num_heads, num_splits, dtype=torch.float32, device=like.device)
+def _partials(num_seqs: int, num_heads: int, count: int, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    mixed = torch.empty(num_seqs, num_heads, count, like.shape[2], dtype=torch.float32, device=like.device)
+    scalars = torch.empty(2, num_seqs, num_heads, count, dtype=torch.float32, device=like.device)
     return mixed, scalars[0], scalars[1]

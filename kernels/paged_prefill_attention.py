@@ -170,7 +170,7 @@ class PrefillTile:
     num_stages: int
 
 
-INTERPRETED_TILE = PrefillTile(queries=64, tokens=64, num_warps=4, num_stages=1)
+INTERPRETED_TILE = PrefillTile(queries=128, tokens=128, num_warps=4, num_stages=1)
 """The interpreter's time goes by the number of operations, not by their size."""
 
 

@@ -6,7 +6,8 @@ from paged import make_layer
 from tolerances import assert_close
 
 from pdserve.kernels import reference, reference_attention
-from pdserve.kernels.paged_decode_attention import SPLIT_TOKENS, tile_for, workspace_bytes
+from pdserve.kernels.paged_decode_attention import tile_for
+from pdserve.kernels.splits import SPLIT_TOKENS, workspace_bytes
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
 OPTIONS = [{}, {"sliding_window": 1}, {"sliding_window": 37}, {"softcap": 3.0}, {"sliding_window": 300, "softcap": 9.0}]

@@ -7,8 +7,8 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from pdserve.kernels import reference_layers
 
-SHAPES = [(1, 4, 2, 16), (5, 4, 4, 64), (37, 6, 1, 20), (17, 2, 2, 128), (0, 2, 1, 8)]
-IDS = ["one-token", "mha", "37-tokens-odd-head", "17-tokens", "empty"]
+SHAPES = [(1, 4, 2, 16), (5, 4, 4, 64), (137, 6, 1, 20), (17, 2, 2, 128), (0, 2, 1, 8)]
+IDS = ["one-token", "mha", "137-tokens-odd-head", "17-tokens", "empty"]
 
 
 def _inputs(num_tokens, heads, kv_heads, head_dim, dtype, kv_dtype):
@@ -16,8 +16,8 @@ def _inputs(num_tokens, heads, kv_heads, head_dim, dtype, kv_dtype):
     merged = torch.randn(num_tokens, heads + 2 * kv_heads, head_dim, dtype=dtype)
     query, key, value = merged.split([heads, kv_heads, kv_heads], dim=1)
     angles = torch.randn(num_tokens, head_dim // 2).repeat(1, 2)
-    cache = torch.zeros(20, 3, 2, 4, kv_heads, head_dim, dtype=kv_dtype)
-    slots = torch.randperm(80)[:num_tokens]
+    cache = torch.zeros(50, 3, 2, 4, kv_heads, head_dim, dtype=kv_dtype)
+    slots = torch.randperm(200)[:num_tokens]
     slots[1::3] = -1
     return query, key, value, angles.cos().to(dtype), angles.sin().to(dtype), cache, slots
 

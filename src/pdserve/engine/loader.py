@@ -6,19 +6,25 @@ Executors are imported when chosen: the fake one never loads transformers, and t
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
 
 from pdserve.engine.executors.base import Executor, KvCacheSpec
 from pdserve.engine.executors.fake import FakeExecutor, FakeOptions
+from pdserve.engine.executors.packed_file import WeightSharing
 from pdserve.errors import ModelError, SettingError
 from pdserve.log import get_logger
 from pdserve.models.card import ModelCard
+
+if TYPE_CHECKING:
+    from pdserve.engine.executors.cuda_device import Device
 
 logger = get_logger(__name__)
 
@@ -33,7 +39,7 @@ class Choice:
     """Which executor, and why."""
 
     name: str
-    """transformers | cpu | cuda | fake."""
+    """transformers | cpu | cuda | triton-interpreter | fake."""
     reason: str
 
 
@@ -50,6 +56,9 @@ class _Request:
     threads: int | None
     quantization: str
     fake: FakeOptions
+    max_decode_seqs: int
+    max_batched_tokens: int
+    sharing: WeightSharing | None
 
 
 def load_executor(
@@ -65,12 +74,15 @@ def load_executor(
     quantization: str = "none",
     deterministic: bool = False,
     fake: FakeOptions | None = None,
+    max_decode_seqs: int = 64,
+    max_batched_tokens: int = 512,
+    sharing: WeightSharing | None = None,
 ) -> Executor:
     """Load a model folder into the executor that fits.
 
     Args:
         model_path: a local Hugging Face folder.
-        executor: auto | transformers | cpu | cuda | fake.
+        executor: auto | transformers | cpu | cuda | triton-interpreter | fake.
         dtype: auto | float32 | bfloat16 | float16, of weights and activations.
         kv_dtype: the same, of the KV cache; auto: as `dtype`.
         device: auto | cpu | cuda | cuda:N.
@@ -80,6 +92,9 @@ def load_executor(
         quantization: none | int8 | fp8, of the weights.
         deterministic: demand results that depend on neither batch, chunks nor worker.
         fake: timing and mode of the fake executor.
+        max_decode_seqs: sequences of a decode step, for CUDA graphs; 0: this worker does not decode.
+        max_batched_tokens: token budget of a step.
+        sharing: whether the CPU executor's weights lie in a file that other workers map too; None: not.
 
     Raises:
         SettingError: a value does not fit the machine or the executor.
@@ -98,6 +113,9 @@ def load_executor(
         threads=threads,
         quantization=quantization,
         fake=fake or FakeOptions(),
+        max_decode_seqs=max_decode_seqs,
+        max_batched_tokens=max_batched_tokens,
+        sharing=sharing,
     )
     logger.info("executor %s (%s), %s on %s", choice.name, choice.reason, weights, place)
     if threads is not None and place.type == "cpu":
@@ -114,12 +132,12 @@ def choose_executor(model_path: Path, wanted: str, device: torch.device) -> Choi
     Raises:
         SettingError: `wanted` is not one, or cannot run here.
     """
-    if wanted in ("transformers", "fake"):
+    if wanted in ("transformers", "fake", "triton-interpreter"):
         return Choice(wanted, "as set")
     if wanted == "cuda" or (wanted == "auto" and device.type == "cuda"):
         return Choice("cuda", "as set" if wanted == "cuda" else "a GPU is present")
     if wanted not in ("auto", "cpu"):
-        raise SettingError("EXECUTOR", wanted, "auto, transformers, cpu, cuda or fake")
+        raise SettingError("EXECUTOR", wanted, "auto, transformers, cpu, cuda, triton-interpreter or fake")
     if device.type != "cpu":
         raise SettingError("EXECUTOR", wanted, f"an executor for DEVICE={device}: cuda, transformers or auto")
     obstacle = _cpu_obstacle(model_path)
@@ -186,6 +204,8 @@ def _resolve_device(device: str, executor: str) -> torch.device:
         raise SettingError("DEVICE", device, "a CUDA GPU, and torch sees none here; use auto or cpu")
     if executor == "cuda" and not device.startswith("cuda"):
         raise SettingError("DEVICE", device, "cuda, because EXECUTOR=cuda")
+    if executor == "triton-interpreter" and device != "cpu":
+        raise SettingError("DEVICE", device, "cpu or auto, because EXECUTOR=triton-interpreter")
     return torch.device(device)
 
 
@@ -232,14 +252,14 @@ def _load_cpu(request: _Request) -> Executor:
         max_model_len=request.max_model_len,
         threads=request.threads,
         quantization=request.quantization,
+        sharing=request.sharing,
     )
 
 
-def _load_transformers(request: _Request, name: str = "transformers") -> Executor:
+def _load_transformers(request: _Request) -> Executor:
     from pdserve.engine.executors.transformers import TransformersExecutor  # noqa: PLC0415 — not for the fake executor
 
-    if request.quantization != "none":
-        raise SettingError("QUANTIZATION", request.quantization, f"none with the {name} executor")
+    _refuse_quantization(request, "transformers")
     return TransformersExecutor.load(
         request.model_path,
         dtype=request.dtype,
@@ -247,12 +267,56 @@ def _load_transformers(request: _Request, name: str = "transformers") -> Executo
         device=request.device,
         block_size=request.block_size,
         max_model_len=request.max_model_len,
-        name=name,
     )
 
 
 def _load_cuda(request: _Request) -> Executor:
-    return _load_transformers(request, name="cuda")
+    _refuse_quantization(request, "cuda")
+    from pdserve.engine.executors.cuda_device import CudaDevice  # noqa: PLC0415 — needs a GPU
+
+    return _load_triton(request, CudaDevice(request.device), "cuda")
+
+
+def _load_interpreted(request: _Request) -> Executor:
+    """The CUDA executor on the CPU, its kernels in Triton's interpreter: slow, for tests."""
+    _refuse_quantization(request, "triton-interpreter")
+    for name, dtype in (("DTYPE", request.dtype), ("KV_DTYPE", request.kv_dtype)):
+        if dtype is torch.bfloat16:
+            raise SettingError(name, "bfloat16", "float32 or float16, because Triton's interpreter computes it wrongly")
+    triton = sys.modules.get("triton")
+    if triton is not None and not triton.knobs.runtime.interpret:
+        expected = "a process that has not loaded Triton yet: set TRITON_INTERPRET=1 in its environment"
+        raise SettingError("EXECUTOR", "triton-interpreter", expected)
+    os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported
+    from pdserve.engine.executors.cuda_device import HostDevice  # noqa: PLC0415 — after the line above
+
+    return _load_triton(request, HostDevice(), "triton-interpreter")
+
+
+def _load_triton(request: _Request, device: Device, name: str) -> Executor:
+    from pdserve.engine.executors.cuda import CudaExecutor, StepBounds  # noqa: PLC0415 — not for the fake executor
+    from pdserve.engine.executors.cuda_kernels import triton_kernels  # noqa: PLC0415
+
+    return CudaExecutor.load(
+        request.model_path,
+        device,
+        triton_kernels(),
+        dtype=request.dtype,
+        kv_dtype=request.kv_dtype,
+        block_size=request.block_size,
+        max_model_len=request.max_model_len,
+        # A graph on a CPU is only a function.
+        bounds=StepBounds(
+            max_decode_seqs=request.max_decode_seqs if device.device.type == "cuda" else 0,
+            max_batched_tokens=request.max_batched_tokens,
+        ),
+        name=name,
+    )
+
+
+def _refuse_quantization(request: _Request, name: str) -> None:
+    if request.quantization != "none":
+        raise SettingError("QUANTIZATION", request.quantization, f"none with the {name} executor")
 
 
 _LOADERS: dict[str, Callable[[_Request], Executor]] = {
@@ -260,4 +324,5 @@ _LOADERS: dict[str, Callable[[_Request], Executor]] = {
     "cpu": _load_cpu,
     "transformers": _load_transformers,
     "cuda": _load_cuda,
+    "triton-interpreter": _load_interpreted,
 }

@@ -12,11 +12,15 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+
+import torch
 
 from pdserve.engine.block_pool import LedgerReport
 from pdserve.engine.engine import Engine
 from pdserve.engine.executors.base import Executor
 from pdserve.engine.executors.fake import FakeOptions
+from pdserve.engine.executors.packed_file import WeightSharing
 from pdserve.engine.loader import choose_num_blocks, free_memory_bytes, load_executor
 from pdserve.engine.pace import Pace
 from pdserve.engine.sequence import Sequence
@@ -27,6 +31,7 @@ from pdserve.models.identity import kv_signature, rope_text
 from pdserve.models.resolve import home_folder, resolve_model
 from pdserve.sampling_params import SamplingParams
 from pdserve.settings import DecodeSettings, PrefillSettings, WorkerSettings
+from pdserve.worker.stages import StartStages
 
 logger = get_logger(__name__)
 
@@ -52,20 +57,27 @@ def say_stage(text: str) -> None:
     print(f"pdserve-stage: {text}", flush=True)
 
 
-def load_model(settings: WorkerSettings, *, clock: Callable[[], float] = time.monotonic) -> LoadedModel:
-    """Load and warm up.
+def load_model(
+    settings: WorkerSettings, stages: StartStages, *, clock: Callable[[], float] = time.monotonic
+) -> LoadedModel:
+    """Load and warm up; notes `model`, `weights`, `KV cache` and `warm-up`.
 
     Raises:
         ModelError, SettingError: with what to do.
     """
     began_s = clock()
     say_stage("loading the model")
-    path = resolve_model(settings.model, home_folder(os.environ), say_stage)
+    home = home_folder(os.environ)
+    path = resolve_model(settings.model, home, say_stage)
     card = ModelCard.load(path, settings.served_model_name, settings.chat_template, settings.max_model_len)
-    executor = _load_executor(settings, card)
+    stages.done("model")
+    executor = _load_executor(settings, card, home)
+    stages.done("weights")
     engine = _make_engine(settings, card, executor, clock)
+    stages.done("KV cache")
     say_stage("warming up")
     warm_up(engine)
+    stages.done("warm-up")
     logger.info(
         "%s: %d KV blocks of %d tokens (%.1f MiB each)",
         card.served_name,
@@ -97,7 +109,7 @@ def _run_alone(engine: Engine, num_tokens: int, num_output_tokens: int) -> None:
         engine.step()
 
 
-def _load_executor(settings: WorkerSettings, card: ModelCard) -> Executor:
+def _load_executor(settings: WorkerSettings, card: ModelCard, home: Path) -> Executor:
     fake = FakeOptions.read(
         ttft_s=settings.fake_ttft_s,
         itl_s=settings.fake_itl_s,
@@ -117,6 +129,10 @@ def _load_executor(settings: WorkerSettings, card: ModelCard) -> Executor:
         quantization=settings.quantization,
         deterministic=settings.deterministic,
         fake=fake,
+        sharing=WeightSharing(settings.share_weights, home / "packed", free_memory_bytes(torch.device("cpu"))),
+        # A prefill worker's sequences end with token 0: it has no decode steps to capture.
+        max_decode_seqs=0 if isinstance(settings, PrefillSettings) else settings.max_num_seqs,
+        max_batched_tokens=settings.max_num_batched_tokens,
     )
 
 
@@ -156,7 +172,7 @@ def _num_blocks(settings: WorkerSettings, executor: Executor) -> int:
         num_blocks=settings.num_blocks,
         kv_memory_bytes=settings.kv_memory_bytes,
         kv_memory_fraction=settings.kv_memory_fraction,
-        free_bytes=free_memory_bytes(device),
+        free_bytes=max(0, free_memory_bytes(device) - executor.reserved_bytes),
         device_type=device.type,
     )
     if settings.num_blocks is not None or settings.kv_memory_bytes is not None:

@@ -65,7 +65,7 @@ class Executor(Protocol):
     """
 
     name: str
-    """transformers | cpu | cuda | fake."""
+    """transformers | cpu | cuda | triton-interpreter | fake."""
     device: torch.device
     """Where the KV cache lies."""
     is_deterministic: bool
@@ -73,6 +73,11 @@ class Executor(Protocol):
     vocab_size: int
     max_model_len: int
     kv_spec: KvCacheSpec
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Device memory that steps will take, and that the KV cache must leave free; 0 where it is negligible."""
+        ...
 
     @property
     def kv_cache(self) -> torch.Tensor:

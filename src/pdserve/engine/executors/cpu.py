@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import os
 from array import array
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +19,22 @@ from torch import Tensor
 
 from pdserve.engine.executors import cpu_shape, rope
 from pdserve.engine.executors.base import KvCacheSpec, SequenceSlice
-from pdserve.engine.executors.cpu_weights import Checkpoint, PackedModel, map_memory, pack_model
+from pdserve.engine.executors.cpu_weights import (
+    Checkpoint,
+    PackedModel,
+    map_memory,
+    own_memory,
+    pack_model,
+    packed_bytes,
+)
+from pdserve.engine.executors.packed_file import PackedMemory, WeightSharing, file_name, open_or_pack
 from pdserve.engine.executors.processors import usable_processors
 from pdserve.errors import ModelError, SettingError
 from pdserve.kernels import cpu_ops
+from pdserve.log import get_logger
+from pdserve.models.identity import model_fingerprint
+
+logger = get_logger(__name__)
 
 
 def cpu_executor_supports(config: dict[str, Any]) -> str | None:
@@ -43,6 +57,7 @@ class CpuExecutor:
     name = "cpu"
     device = torch.device("cpu")
     is_deterministic = True
+    reserved_bytes = 0
 
     def __init__(
         self,
@@ -78,6 +93,7 @@ class CpuExecutor:
         max_model_len: int | None = None,
         quantization: str = "none",
         threads: int | None = None,
+        sharing: WeightSharing | None = None,
     ) -> CpuExecutor:
         """Load a local Hugging Face folder with safetensors weights.
 
@@ -85,6 +101,7 @@ class CpuExecutor:
             dtype: of the weights; activations and sums are fp32 in any case.
             quantization: none | int8 (weights only, one scale per output row).
             threads: None takes the processors that this process may use, within its quota.
+            sharing: whether packed weights lie in a file that other workers map too; None: not.
 
         Raises:
             ModelError: the kernels cannot run this model, or its folder cannot be read.
@@ -96,15 +113,18 @@ class CpuExecutor:
         shape = cpu_shape.read_shape(config)
         length = _context_length(shape.max_positions, max_model_len)
         num_threads = threads or usable_processors()
-        packed = pack_model(
+        weight_dtype = _weight_dtype(dtype, quantization)
+        pack = partial(
+            pack_model,
             Checkpoint(model_path),
             shape,
-            weight_dtype=_weight_dtype(dtype, quantization),
+            weight_dtype=weight_dtype,
             kv_dtype=_served_dtype("KV_DTYPE", kv_dtype),
             block_size=block_size,
             rope=rope.rope_tables(cpu_shape.with_defaults(config), shape.head_dim, length),
             num_threads=num_threads,
         )
+        packed = pack(memory=_memory(model_path, shape, weight_dtype, sharing, lambda memory: pack(memory=memory)))
         context = cpu_ops.CpuContext(num_threads, os.environ.get("PDS_CPU_ISA", ""))
         return cls(packed, shape, context, kv_dtype=kv_dtype, block_size=block_size, max_model_len=length)
 
@@ -182,6 +202,25 @@ class _PackedBatch:
             kv_cache=kv_cache.data_ptr(),
             logits=logits.data_ptr(),
         )
+
+
+def _memory(
+    model_path: Path,
+    shape: cpu_shape.CpuShape,
+    dtype: torch.dtype,
+    sharing: WeightSharing | None,
+    pack: Callable[[PackedMemory], object],
+) -> PackedMemory:
+    """For the packed weights: a file's when they are to be shared and it can be had, else our own."""
+    num_bytes = packed_bytes(shape, dtype)
+    if sharing is None or not sharing.is_wanted(num_bytes):
+        return own_memory(shape, dtype)
+    name = file_name(model_path, model_fingerprint(model_path), dtype, cpu_ops.PANEL, cpu_ops.GATE_GROUP)
+    try:
+        return open_or_pack(sharing.folder / name, num_bytes, pack)
+    except OSError as error:
+        logger.warning("packed weights are not shared: %s", error)
+        return own_memory(shape, dtype)
 
 
 def _read_config(model_path: Path) -> dict[str, Any]:

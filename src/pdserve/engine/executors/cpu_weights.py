@@ -1,7 +1,8 @@
 """Reads a Llama-like checkpoint from safetensors and packs it for the CPU kernels; transformers is never imported.
 
-Weights become fp32, bf16 or int8 (symmetric, one scale per output row). Packed matrices share one mapping that
-asks for huge pages. Embedding rows stay in the mapped checkpoint when its dtype allows: only rows that occur are read.
+Weights become fp32, bf16 or int8 (symmetric, one scale per output row). Packed matrices share one piece of memory:
+a mapping of our own that asks for huge pages, or a file (packed_file.py). Embedding rows stay in the mapped
+checkpoint when its dtype allows: only rows that occur are read.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from pdserve.engine.executors.cpu_shape import CpuShape
+from pdserve.engine.executors.packed_file import PackedMemory
 from pdserve.errors import ModelError
 from pdserve.kernels import cpu_ops
 
@@ -96,6 +98,7 @@ def pack_model(
     block_size: int,
     rope: tuple[Tensor, Tensor],
     num_threads: int,
+    memory: PackedMemory | None = None,
 ) -> PackedModel:
     """Pack every matrix.
 
@@ -103,11 +106,12 @@ def pack_model(
         weight_dtype: float32, bfloat16 or int8.
         kv_dtype: float32 or bfloat16.
         rope: cosines and sines `[positions, head_dim / 2]`.
+        memory: of `packed_bytes`, perhaps filled by an earlier call with the same arguments; None: our own.
 
     Raises:
         ModelError: a tensor is missing or has an unexpected shape.
     """
-    packer = _Packer(checkpoint, shape, weight_dtype, num_threads)
+    packer = _Packer(checkpoint, shape, weight_dtype, num_threads, memory or own_memory(shape, weight_dtype))
     layers = (cpu_ops.Layer * shape.num_layers)(*(packer.layer(index) for index in range(shape.num_layers)))
     embed = checkpoint.get("model.embed_tokens.weight")
     head_name = "lm_head.weight"
@@ -139,14 +143,16 @@ def pack_model(
 
 
 class _Packer:
-    def __init__(self, checkpoint: Checkpoint, shape: CpuShape, dtype: torch.dtype, num_threads: int) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, shape: CpuShape, dtype: torch.dtype, num_threads: int, memory: PackedMemory
+    ) -> None:
         self._checkpoint = checkpoint
         self._shape = shape
         self._dtype = dtype
         self._num_threads = num_threads
-        self._memory = map_memory(_packed_bytes(shape, dtype))
+        self._memory = memory
         self.num_bytes = 0
-        self.owners: list[object] = [self._memory]
+        self.owners: list[object] = [memory.owner]
 
     def layer(self, index: int) -> cpu_ops.Layer:
         shape, prefix = self._shape, f"model.layers.{index}."
@@ -192,9 +198,9 @@ class _Packer:
     def _pack(self, places: list[_Place], columns: int, k: int, k_packed: int) -> cpu_ops.Matrix:
         n = _round_up(columns, cpu_ops.PANEL)
         panels = self._take(n * k_packed * self._dtype.itemsize)
-        scale = self._floats(n) if self._dtype == torch.int8 else 0
+        scale = self._take(n * 4) if self._dtype == torch.int8 else 0
         bias = self._bias(places, n)
-        for name, rows, group, stride, offset in places:
+        for name, rows, group, stride, offset in places if not self._memory.is_filled else ():
             source = self._checkpoint.get(name)
             if tuple(source.shape) != (rows, k):
                 raise ModelError(f"tensor {name} has shape {tuple(source.shape)}, config.json says {(rows, k)}")
@@ -231,19 +237,22 @@ class _Packer:
         self.owners.append(copy)
         return copy.data_ptr()
 
-    def _floats(self, count: int) -> int:
-        values = torch.zeros(count)
-        self.owners.append(values)
-        return values.data_ptr()
-
     def _take(self, num_bytes: int) -> int:
-        address = self._memory.data_ptr() + self.num_bytes
+        address = self._memory.address + self.num_bytes
         self.num_bytes += _round_up(num_bytes, _ALIGNMENT)
-        assert self.num_bytes <= self._memory.numel(), (self.num_bytes, self._memory.numel())
+        assert self.num_bytes <= self._memory.num_bytes, (self.num_bytes, self._memory.num_bytes)
         return address
 
 
-def _packed_bytes(shape: CpuShape, dtype: torch.dtype) -> int:
+def own_memory(shape: CpuShape, dtype: torch.dtype) -> PackedMemory:
+    """Nobody else's, in huge pages where the system grants them."""
+    memory = map_memory(packed_bytes(shape, dtype))
+    return PackedMemory(memory.data_ptr(), memory.numel(), is_filled=False, owner=memory)
+
+
+def packed_bytes(shape: CpuShape, dtype: torch.dtype) -> int:
+    """Memory of all packed matrices, and of int8's scales."""
+
     def sizes() -> Iterator[int]:
         heads, inner = shape.num_heads * shape.head_dim, _round_up(shape.intermediate_size, cpu_ops.GATE_GROUP)
         layer = (
@@ -253,7 +262,9 @@ def _packed_bytes(shape: CpuShape, dtype: torch.dtype) -> int:
             (shape.hidden_size, inner),
         )
         for columns, k in layer * shape.num_layers + ((shape.vocab_size, shape.hidden_size),):
-            yield _round_up(_round_up(columns, cpu_ops.PANEL) * k * dtype.itemsize, _ALIGNMENT)
+            n = _round_up(columns, cpu_ops.PANEL)
+            yield _round_up(n * k * dtype.itemsize, _ALIGNMENT)
+            yield _round_up(n * 4, _ALIGNMENT) if dtype == torch.int8 else 0
 
     return sum(sizes())
 

@@ -78,6 +78,7 @@ class FakeExecutor:
 
     name = "fake"
     is_deterministic = True
+    reserved_bytes = 0
     device = torch.device("cpu")
 
     def __init__(

@@ -29,16 +29,14 @@ class TransformersExecutor:
         kv_dtype: dtype of the KV cache.
         block_size: tokens in a block.
         max_model_len: context length, tokens.
-        name: transformers, or cuda when it runs there.
     """
 
+    name = "transformers"
     is_deterministic = False
+    reserved_bytes = 0
 
-    def __init__(
-        self, model: Any, *, kv_dtype: torch.dtype, block_size: int, max_model_len: int, name: str = "transformers"
-    ) -> None:
+    def __init__(self, model: Any, *, kv_dtype: torch.dtype, block_size: int, max_model_len: int) -> None:
         config = model.config.get_text_config()
-        self.name = name
         self.vocab_size = int(config.vocab_size)
         self.max_model_len = max_model_len
         self._model = model
@@ -58,7 +56,6 @@ class TransformersExecutor:
         device: torch.device,
         block_size: int,
         max_model_len: int | None,
-        name: str = "transformers",
     ) -> TransformersExecutor:
         """Load a local Hugging Face folder.
 
@@ -77,7 +74,7 @@ class TransformersExecutor:
             model_path, dtype=dtype, attn_implementation=ATTENTION_NAME, local_files_only=True
         )
         model = model.to(device).eval()
-        return cls(model, kv_dtype=kv_dtype, block_size=block_size, max_model_len=length, name=name)
+        return cls(model, kv_dtype=kv_dtype, block_size=block_size, max_model_len=length)
 
     @property
     def kv_cache(self) -> Tensor:
