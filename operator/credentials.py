@@ -23,12 +23,24 @@ class ClusterError(PdserveError):
 
 @dataclass(frozen=True)
 class Credentials:
-    """Everything needed for a connection."""
+    """Everything needed for a connection; certificates and key as PEM."""
 
     server: str
-    tls: ssl.SSLContext
+    authority: str | None
+    is_insecure: bool
+    certificate: str | None
+    key: str | None
     token: str | None
     namespace: str
+
+    def tls(self) -> ssl.SSLContext:
+        """For an HTTP client."""
+        context = ssl.create_default_context(cadata=self.authority)
+        if self.is_insecure:
+            context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        if self.certificate and self.key:
+            _load_pair(context, self.certificate, self.key)
+        return context
 
 
 def read_credentials() -> Credentials:
@@ -51,7 +63,10 @@ def _from_pod() -> Credentials:
     host, port = os.environ["KUBERNETES_SERVICE_HOST"], os.environ["KUBERNETES_SERVICE_PORT"]
     return Credentials(
         server=f"https://{f'[{host}]' if ':' in host else host}:{port}",
-        tls=ssl.create_default_context(cafile=str(_POD_FOLDER / "ca.crt")),
+        authority=(_POD_FOLDER / "ca.crt").read_text(),
+        is_insecure=False,
+        certificate=None,
+        key=None,
         token=(_POD_FOLDER / "token").read_text().strip(),
         namespace=(_POD_FOLDER / "namespace").read_text().strip(),
     )
@@ -61,29 +76,30 @@ def _from_kubeconfig(config: dict[str, Any]) -> Credentials:
     context = _named(config["contexts"], config["current-context"])["context"]
     cluster = _named(config["clusters"], context["cluster"])["cluster"]
     user = _named(config["users"], context["user"])["user"]
-    authority = _data(cluster, "certificate-authority")
-    tls = ssl.create_default_context(cadata=authority.decode() if authority else None)
-    if cluster.get("insecure-skip-tls-verify"):
-        tls.check_hostname, tls.verify_mode = False, ssl.CERT_NONE
-    certificate, key = _data(user, "client-certificate"), _data(user, "client-key")
-    if certificate and key:
-        _load_pair(tls, certificate, key)
-    return Credentials(cluster["server"].rstrip("/"), tls, user.get("token"), context.get("namespace", "default"))
+    return Credentials(
+        server=cluster["server"].rstrip("/"),
+        authority=_data(cluster, "certificate-authority"),
+        is_insecure=bool(cluster.get("insecure-skip-tls-verify")),
+        certificate=_data(user, "client-certificate"),
+        key=_data(user, "client-key"),
+        token=user.get("token"),
+        namespace=context.get("namespace", "default"),
+    )
 
 
 def _named(items: list[dict[str, Any]], name: str) -> dict[str, Any]:
     return next(item for item in items if item["name"] == name)
 
 
-def _data(holder: dict[str, Any], name: str) -> bytes | None:
+def _data(holder: dict[str, Any], name: str) -> str | None:
     if f"{name}-data" in holder:
-        return base64.b64decode(holder[f"{name}-data"])
-    return Path(holder[name]).read_bytes() if name in holder else None
+        return base64.b64decode(holder[f"{name}-data"]).decode()
+    return Path(holder[name]).read_text(encoding="utf-8") if name in holder else None
 
 
-def _load_pair(tls: ssl.SSLContext, certificate: bytes, key: bytes) -> None:
+def _load_pair(context: ssl.SSLContext, certificate: str, key: str) -> None:
     """ssl reads keys from files alone; this one is gone again at once."""
-    with tempfile.NamedTemporaryFile() as file:
-        file.write(certificate + b"\n" + key)
+    with tempfile.NamedTemporaryFile("w") as file:
+        file.write(f"{certificate}\n{key}")
         file.flush()
-        tls.load_cert_chain(file.name)
+        context.load_cert_chain(file.name)

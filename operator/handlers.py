@@ -9,6 +9,7 @@ from typing import Any
 
 import kopf
 
+from pdserve.operator.credentials import read_credentials
 from pdserve.operator.loop import ReconcileLoop
 from pdserve.operator.names import GROUP, VERSION, service_of
 
@@ -22,8 +23,17 @@ def make_registry(loop: ReconcileLoop) -> kopf.OperatorRegistry:
     registry = kopf.OperatorRegistry()
 
     @kopf.on.login(registry=registry)
-    def login(**arguments: Any) -> kopf.ConnectionInfo | None:
-        return kopf.login_with_kubeconfig(**arguments) or kopf.login_with_service_account(**arguments)
+    def login(**_: Any) -> kopf.ConnectionInfo:
+        known = read_credentials()
+        return kopf.ConnectionInfo(
+            server=known.server,
+            ca_data=known.authority,
+            insecure=known.is_insecure,
+            certificate_data=known.certificate,
+            private_key_data=known.key,
+            token=known.token,
+            default_namespace=known.namespace,
+        )
 
     @kopf.on.event(GROUP, VERSION, "pdservices", registry=registry)
     async def service_changed(*, namespace: str | None, name: str, **_: Any) -> None:

@@ -141,7 +141,7 @@ def _client(credentials: Credentials) -> httpx.AsyncClient:
         headers["Authorization"] = f"Bearer {credentials.token}"
     limits = httpx.Limits(max_connections=_MAX_CONNECTIONS, max_keepalive_connections=_MAX_CONNECTIONS)
     return httpx.AsyncClient(
-        base_url=credentials.server, verify=credentials.tls, headers=headers, timeout=_TIMEOUT_S, limits=limits,
+        base_url=credentials.server, verify=credentials.tls(), headers=headers, timeout=_TIMEOUT_S, limits=limits,
         trust_env=False,
     )  # fmt: skip
 

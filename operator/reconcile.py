@@ -17,7 +17,7 @@ from pdserve.operator.deployments import deployment, with_replicas
 from pdserve.operator.events import now_text, post_event
 from pdserve.operator.facts import ClusterFacts, Owner
 from pdserve.operator.health import Health, role_health, worst_problem
-from pdserve.operator.kube import GoneError, Kube, path_of
+from pdserve.operator.kube import GoneError, Kube, RefusedError, path_of
 from pdserve.operator.live import Live, PodAnswers, look
 from pdserve.operator.names import API_VERSION, FIELD_MANAGER, GATEWAY, POOLS, REDIS
 from pdserve.operator.objects import Plan, finished, plan_of
@@ -37,8 +37,8 @@ _BUSY_S = 1.0
 """Between looks at a service on its way somewhere; events come sooner."""
 _REREAD_S = 300.0
 """Children other than Deployments are compared with the server this often."""
-_EVENTFUL = {"Ready": False, "Degraded": True, "Progressing": False}
-"""Conditions whose transitions are events → the status that is a warning."""
+_EVENTFUL = ("Ready", "Degraded", "Progressing")
+"""Conditions whose transitions are events."""
 
 
 class ServiceReconciler:
@@ -231,11 +231,15 @@ class ServiceReconciler:
         item = {"apiVersion": API_VERSION, "kind": "PDService", "metadata": metadata, "status": status}
         await self._kube.apply(item, FIELD_MANAGER, subresource="status")
         for condition in transitions(before.get("conditions", []), status["conditions"]):
-            if condition["type"] in _EVENTFUL and condition["status"] != "Unknown":
-                is_warning = (condition["status"] == "True") == _EVENTFUL[condition["type"]] and (
-                    condition["type"] == "Degraded" or condition["reason"] == "NoRoomToSurge"
-                )
-                await post_event(self._kube, service, condition["reason"], condition["message"], is_warning=is_warning)
+            if condition["type"] in _EVENTFUL and (before or condition["type"] != "Degraded" or _is_bad(condition)):
+                message = condition["message"]
+                await post_event(self._kube, service, condition["reason"], message, is_warning=_is_bad(condition))
+
+
+def _is_bad(condition: Json) -> bool:
+    if condition["type"] == "Degraded":
+        return bool(condition["status"] == "True")
+    return bool(condition["reason"] == "NoRoomToSurge")
 
 
 def _scaling_condition(spec: ServiceSpec, decisions: list[Decision], policy_problem: str | None) -> Condition:

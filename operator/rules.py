@@ -54,11 +54,11 @@ def _fits_accelerator_budget(spec: Spec) -> bool:
 
 
 def _zero_together(spec: Spec) -> bool:
-    return (spec["prefill"]["min"] == 0) == (spec["decode"]["min"] == 0)
+    return bool((spec["prefill"]["min"] == 0) == (spec["decode"]["min"] == 0))
 
 
 def _prefills_somewhere(spec: Spec) -> bool:
-    return spec["disaggregation"]["mode"] != "Never" or spec["failure"]["localPrefill"] == "Auto"
+    return bool(spec["disaggregation"]["mode"] != "Never" or spec["failure"]["localPrefill"] == "Auto")
 
 
 def _port_range(spec: Spec) -> bool:

@@ -1,4 +1,4 @@
-"""Finds the control plane's binaries: KUBEBUILDER_ASSETS, then the cache folder, then PDS_KUBE_BINARIES (unpacked into it)."""
+"""Finds the control plane's binaries: KUBEBUILDER_ASSETS, the cache folder, PDS_KUBE_BINARIES (unpacked into it)."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import ssl
 import subprocess
 import time
 from pathlib import Path
@@ -101,7 +102,7 @@ class ControlPlane:
                     stdout=log,
                     stderr=log,
                     stdin=subprocess.DEVNULL,
-                )  # fmt: skip
+                )
             )
 
     def _wait_ready(self) -> None:
@@ -120,8 +121,6 @@ class ControlPlane:
 
     def client(self) -> httpx.Client:
         """HTTP client of an administrator."""
-        import ssl
-
         tls = ssl.create_default_context(cafile=str(self.folder / "ca.crt"))
         tls.load_cert_chain(self.folder / "admin.crt", self.folder / "admin.key")
         return httpx.Client(base_url=self.server, verify=tls, timeout=30, trust_env=False)
