@@ -20,8 +20,8 @@ from pdserve.gateway.app import create_app
 from pdserve.gateway.chat_prompt import ChatPrompts
 from pdserve.gateway.frontend import Frontend, FrontendLimits
 from pdserve.gateway.request import FailedEvent, FinishedEvent, Generation, GenerationRequest, TokensEvent
-from pdserve.http_server import HttpServer, listen, url_of
 from pdserve.gateway.system_routes import SystemView
+from pdserve.http_server import HttpServer, listen, url_of
 from pdserve.messages import TokenLogprobs
 from pdserve.models.card import ModelCard
 from pdserve.models.tiny_tokenizer import build_tokenizer
