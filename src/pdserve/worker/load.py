@@ -38,8 +38,8 @@ logger = get_logger(__name__)
 _WATERMARK_RATIO = 0.02
 """Share of the block pool that admissions leave for the growth of running sequences."""
 _NUM_WARM_UP_OUTPUT_TOKENS = 4
-_NUM_CPU_WARM_UP_TOKENS = 128
-"""Touch all weights at full speed; a GPU gets a whole step, for it allocates by the largest one."""
+_NUM_CPU_WARM_UP_TOKENS = 64
+"""Enough to touch all weights; a GPU gets a whole step, for it allocates by the largest one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,7 @@ from pdserve.worker.identity import Identity
 from pdserve.worker.inbox import Inbox
 from pdserve.worker.load import LoadedModel, load_model, say_stage
 from pdserve.worker.policy import Policy
+from pdserve.worker.stages import StartStages, process_age_s
 from pdserve.worker.transports import TransportOptions, WorkerTransports
 from pdserve.worker.watch import WorkerWatch
 
@@ -71,13 +72,14 @@ MakePolicy = Callable[[WorkerParts], Policy]
 
 def run_worker(settings: WorkerSettings, role: Role, make_policy: MakePolicy) -> int:
     """Run until SIGTERM or SIGINT; returns the exit status."""
+    stages = StartStages(process_age_s())
     identity = Identity(settings.worker_id or f"{role.value}-{secrets.token_hex(4)}")
     setup_logging(settings.log_level, settings.log_format, process=f"{role.value} {identity.worker_id}")
     faults = Faults.from_env(os.environ)
     if faults is not None:
         time.sleep(faults.delay_s("start"))
-    model = load_model(settings)
-    asyncio.run(_Worker(settings, role, identity, model, faults).run(make_policy))
+    model = load_model(settings, stages)
+    asyncio.run(_Worker(settings, role, identity, model, faults, stages).run(make_policy))
     return 0
 
 
@@ -85,13 +87,20 @@ class _Worker:
     """One process: builds the parts in order and takes them down in reverse."""
 
     def __init__(
-        self, settings: WorkerSettings, role: Role, identity: Identity, model: LoadedModel, faults: Faults | None
+        self,
+        settings: WorkerSettings,
+        role: Role,
+        identity: Identity,
+        model: LoadedModel,
+        faults: Faults | None,
+        stages: StartStages,
     ) -> None:
         self._settings = settings
         self._role = role
         self._identity = identity
         self._model = model
         self._faults = faults
+        self._stages = stages
         self._draining = asyncio.Event()
         self._collectors = CollectorRegistry()
 
@@ -100,9 +109,11 @@ class _Worker:
         stop = _stop_on_signals()
         bus = Bus(settings.redis_url, settings.service, timeout_s=settings.bus_timeout_s, faults=self._faults)
         await bus.start()
+        self._stages.done("bus")
         ProcessMetrics(self._collectors, bus)
         parts = self._make_parts(bus)
         parts.transports.open(*identity.peer)
+        self._stages.done("transport")
         policy = make_policy(parts)
         parts.engine_thread.start(asyncio.get_running_loop(), policy)
         own_socket = _listen(settings.host, settings.metrics_port)
@@ -110,7 +121,8 @@ class _Worker:
         self._host = host = self._make_host(parts, policy, url)
         server = HttpServer(worker_app(self._probes(parts, policy)), own_socket)
         background = [asyncio.create_task(server.run()), asyncio.create_task(parts.view.run())]
-        say_stage(f"serving {self._role.value} at {url}")
+        self._stages.done("HTTP")
+        say_stage(f"serving {self._role.value} at {url} after {self._stages}")
         try:
             await host.run(stop)
             await host.drain(settings.drain_s)
