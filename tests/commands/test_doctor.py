@@ -75,3 +75,15 @@ def test_a_bad_finding_is_the_exit_status(monkeypatch: pytest.MonkeyPatch, capsy
     monkeypatch.setattr(doctor, "findings_for", lambda _: iter([doctor.Finding("bus", "bad", "none")]))
     assert main(["doctor"]) == 1
     assert capsys.readouterr().out == "bad   bus          none\n"
+
+
+def test_the_cuda_executor_is_reported_with_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch  # noqa: PLC0415
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "needs one; EXECUTOR=triton-interpreter" in doctor.cuda_executor().text
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    assert doctor.cuda_executor() == doctor.Finding("cuda", "ok", "Triton kernels for sm_90")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    assert "sm_75 is older" in doctor.cuda_executor().text

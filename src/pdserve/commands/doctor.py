@@ -27,6 +27,9 @@ from pdserve.models.demo import INSTALL_COMMAND, find_demo_gguf
 from pdserve.models.resolve import home_folder, resolve_model
 from pdserve.transfer.cma import can_read
 
+_OLDEST_CAPABILITY = 80
+"""Of a GPU: the first with bfloat16 and asynchronous copies."""
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -65,6 +68,7 @@ def findings_for(model: str) -> Iterator[Finding]:
     yield compiler()
     yield cpu_kernels()
     yield torch_and_gpu()
+    yield cuda_executor()
     yield executor(model)
     yield transport()
 
@@ -167,6 +171,21 @@ def torch_and_gpu() -> Finding:
         return Finding("torch", "ok", f"{packages}; no GPU, the CPU serves")
     names = ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
     return Finding("torch", "ok", f"{packages}; {names}")
+
+
+def cuda_executor() -> Finding:
+    """Whether EXECUTOR=cuda can run."""
+    import torch  # noqa: PLC0415
+
+    if not torch.cuda.is_available():
+        remedy = "EXECUTOR=triton-interpreter tries its kernels on the CPU, slowly"
+        return Finding("cuda", "note", f"torch {torch.__version__} sees no CUDA GPU, EXECUTOR=cuda needs one; {remedy}")
+    if _version("triton") == "not installed":
+        return Finding("cuda", "bad", "a GPU but no Triton: pip install triton, or set EXECUTOR=transformers")
+    capability = "".join(map(str, torch.cuda.get_device_capability()))
+    if int(capability) < _OLDEST_CAPABILITY:
+        return Finding("cuda", "note", f"sm_{capability} is older than the kernels are compiled for (sm_80 and newer)")
+    return Finding("cuda", "ok", f"Triton kernels for sm_{capability}")
 
 
 def executor(model: str) -> Finding:
