@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from pdserve.engine import loader
 from pdserve.engine.executors.base import KvCacheSpec
 from pdserve.engine.loader import choose_executor, choose_num_blocks, free_memory_bytes, load_executor
 from pdserve.errors import ModelError, SettingError
+from pdserve.kernels import cpu_ops
 
 CPU = torch.device("cpu")
 SPEC = KvCacheSpec(num_layers=2, block_size=4, num_kv_heads=1, head_dim=8, dtype=torch.float32)  # 512 bytes a block
@@ -112,3 +116,25 @@ def test_memory_without_room_for_blocks_names_the_setting():
 
 def test_free_memory_is_a_sensible_number_of_bytes():
     assert 2**20 < free_memory_bytes(CPU) < 2**50
+
+
+@pytest.mark.skipif(cpu_ops.why_unavailable() is not None, reason=str(cpu_ops.why_unavailable()))
+@pytest.mark.parametrize("sharing", ["off", "on"])
+def test_the_cpu_executor_starts_without_transformers(model_dir, tmp_path, sharing):
+    """Its import alone would double the time to the first answer."""
+    code = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from pdserve.settings import PrefillSettings, load\n"
+        "from pdserve.worker.load import load_model\n"
+        "from pdserve.worker.stages import StartStages\n"
+        "import pdserve.prefill_worker.main, pdserve.decode_worker.main\n"
+        "model = load_model(load(PrefillSettings, sys.argv[1:]), StartStages(0.0))\n"
+        "print(model.engine.executor.name, sorted({'transformers', 'triton', 'scipy', 'sympy'} & set(sys.modules)))\n"
+    )
+    arguments = ["--model", str(model_dir("llama")), "--executor", "cpu", "--share-weights", sharing]
+    command = [sys.executable, "-c", code, *arguments]
+    environment = {**os.environ, "PDS_HOME": str(tmp_path)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.splitlines()[-1:] == ["cpu []"], done.stdout + done.stderr
+    assert len(list(tmp_path.glob("packed/*.packed"))) == (sharing == "on")
