@@ -20,12 +20,14 @@ LOG := $(VENV)/setup.log
 SHOW := tee $(LOG) | awk '/^Collecting /{sub(/[^A-Za-z0-9_.-].*/, "", $$2); printf "%s%s", n++ ? " " : "    ", $$2; fflush()} /^(Installing collected|Building wheel)/{if (n) print ""; n=0; print "    " substr($$0, 1, 90) (length > 90 ? " …" : ""); fflush()}'
 CHECKED := || { echo; echo "setup failed; the end of $(LOG):"; grep -v 'is ignored' $(LOG) | tail -n 25; exit 1; }
 
-.PHONY: help setup up test test-all lint bench modules clean
+.PHONY: help setup up test test-cluster test-all kube-binaries lint bench modules clean
 
 help:
 	@echo "make up        start everything on this machine (ARGS='--prefill 2 --decode 2' adds arguments)"
 	@echo "make test      ruff, mypy and the tests; sets up by itself"
 	@echo "make test-all  the slow tests too"
+	@echo "make test-cluster  the operator on a real Kubernetes control plane (root; see docs/kubernetes.md)"
+	@echo "make kube-binaries builds that control plane from Debian packages (minutes, once)"
 	@echo "make lint      ruff and mypy"
 	@echo "make bench     load test of a running service (ARGS='--url http://127.0.0.1:8000')"
 	@echo "make modules   rewrite the module list in docs/architecture.md"
@@ -67,6 +69,13 @@ lint: setup
 test: lint
 	@echo "==> pytest (the slow tests are left to make test-all)"
 	@$(VENV)/bin/pytest -q $(ARGS)
+
+test-cluster: setup
+	@echo "==> pytest on a Kubernetes control plane (ARGS='-m cluster' adds the long ones)"
+	@$(VENV)/bin/pytest -q -s tests/cluster -m 'cluster and not slow' $(ARGS)
+
+kube-binaries:
+	@tests/cluster/build_kube_binaries.sh
 
 test-all: lint
 	@echo "==> pytest, slow tests included"

@@ -17,6 +17,9 @@ _WATCH_S = 300
 _SILENCE_S = 330
 """A watch without a word for this long is dead: the server ends each after _WATCH_S."""
 
+_DEBOUNCE_S = 0.2
+"""A Deployment's status changes in bursts."""
+
 
 def make_registry(loop: ReconcileLoop) -> kopf.OperatorRegistry:
     """Handlers of one operator."""
@@ -47,7 +50,7 @@ def make_registry(loop: ReconcileLoop) -> kopf.OperatorRegistry:
     async def deployment_changed(*, namespace: str | None, labels: Any, **_: Any) -> None:
         service = service_of(labels)
         if service is not None:
-            await loop.queue.add((str(namespace), service))
+            await loop.queue.add((str(namespace), service), _DEBOUNCE_S)
 
     return registry
 

@@ -7,6 +7,7 @@ Level-triggered: every call looks at what exists and does the next right thing; 
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Any
 
@@ -33,8 +34,10 @@ logger = get_logger(__name__)
 
 Json = dict[str, Any]
 
-_BUSY_S = 1.0
-"""Between looks at a service on its way somewhere; events come sooner."""
+_ROLLING_S = 1.0
+"""Between looks at a service whose workers are replaced."""
+_WAITING_S = 4.0
+"""Between looks at a service that is not ready; its Deployments' changes bring one sooner."""
 _REREAD_S = 300.0
 """Children other than Deployments are compared with the server this often."""
 _EVENTFUL = ("Ready", "Degraded", "Progressing")
@@ -77,8 +80,8 @@ class ServiceReconciler:
         await self._read_children(service)
         if plan.has_managed_redis:
             await self._children.ensure_password()
-        for item in plan.others:
-            await self._children.apply(item)
+        # Pods refer to accounts and settings; nothing else depends on an order.
+        await asyncio.gather(*(self._children.apply(item) for item in plan.others))
         live = await look(self._kube, self._owner)
         self._children.note_live(live.deployments.values())
         decisions = await self._size(service, spec, plan, policy, live)
@@ -94,7 +97,9 @@ class ServiceReconciler:
         status = service_status(before, facts, service["metadata"]["generation"], now_text())
         await self._write(service, before, status)
         ready = next(condition for condition in status["conditions"] if condition["type"] == "Ready")
-        return self._resync_s if ready["status"] == "True" else _BUSY_S
+        if step.reason == "RollingOut":
+            return _ROLLING_S
+        return self._resync_s if ready["status"] == "True" else _WAITING_S
 
     async def _read_children(self, service: Json) -> None:
         """A service without a status is new: there is nothing to read."""
@@ -128,17 +133,22 @@ class ServiceReconciler:
         return decisions
 
     async def _resize(self, service: Json, plan: Plan, decision: Decision, live: Live) -> None:
-        """A Deployment is made with its first size; from then on the scaler alone owns the number."""
         if decision.current is None:
-            made = with_replicas(plan.pools[decision.pool], decision.wanted)
-            await self._children.apply(finished(made, self._owner))
-            await self._scaler.set_replicas(decision.pool, decision.wanted)
+            await self._create_pool(plan, decision)
             return
         await self._scaler.carry_out(decision, live)
         message = (
             f"{decision.pool}: {decision.current} → {decision.wanted} workers ({decision.rule}; {decision.inputs})"
         )
         await post_event(self._kube, service, "Scaled", message, is_warning=False)
+
+    async def _create_pool(self, plan: Plan, decision: Decision) -> None:
+        """The scaler alone owns the number. Left out at first it is 1: a pool of none is made with its number."""
+        made = plan.pools[decision.pool]
+        if decision.wanted == 0:
+            made = with_replicas(made, 0)
+        await self._children.apply(finished(made, self._owner))
+        await self._scaler.set_replicas(decision.pool, decision.wanted)
 
     # --- rollout
 
@@ -231,9 +241,14 @@ class ServiceReconciler:
         item = {"apiVersion": API_VERSION, "kind": "PDService", "metadata": metadata, "status": status}
         await self._kube.apply(item, FIELD_MANAGER, subresource="status")
         for condition in transitions(before.get("conditions", []), status["conditions"]):
-            if condition["type"] in _EVENTFUL and (before or condition["type"] != "Degraded" or _is_bad(condition)):
+            if _is_eventful(condition, is_new=not before):
                 message = condition["message"]
                 await post_event(self._kube, service, condition["reason"], message, is_warning=_is_bad(condition))
+
+
+def _is_eventful(condition: Json, *, is_new: bool) -> bool:
+    """That a new service starts is no news; all else about these conditions is."""
+    return condition["type"] in _EVENTFUL and (not is_new or _is_bad(condition))
 
 
 def _is_bad(condition: Json) -> bool:

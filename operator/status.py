@@ -113,7 +113,9 @@ def _degraded(facts: StatusFacts) -> Condition:
             return Condition("Degraded", True, health.reason, health.message)
     if facts.surge_problem is not None:
         reason, message = facts.surge_problem
-        return Condition("Degraded", True, reason, f"new pods: {message}. The previous revision keeps serving.")
+        return Condition(
+            "Degraded", True, reason, f"new pods: {message.rstrip('.')}. The previous revision keeps serving."
+        )
     return Condition("Degraded", False, "AsExpected", "Nothing needs attention.")
 
 

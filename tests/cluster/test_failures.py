@@ -26,7 +26,7 @@ def test_every_failure_has_its_reason_and_the_last_good_state_keeps_serving(name
 
     namespace.patch("chat", {"decode": {"nodeSelector": {"nowhere": "true"}}})
     unschedulable = namespace.wait_reason("chat", "Degraded", "Unschedulable")
-    assert "node selector" in unschedulable["message"]
+    assert "nodes are available" in unschedulable["message"]
     assert_serves(namespace)
     namespace.kubectl(
         "patch", "pds", "chat", "--type=json", "-p", '[{"op": "remove", "path": "/spec/decode/nodeSelector"}]'

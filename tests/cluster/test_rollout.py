@@ -40,8 +40,7 @@ def settle_and_watch(namespace: Namespace, timeout_s: float = 240) -> dict[str, 
     give_up_s = time.monotonic() + timeout_s
     while not namespace.is_settled("chat"):
         assert time.monotonic() < give_up_s, namespace.explain("chat")
-        for role in fewest:
-            fewest[role] = min(fewest[role], len(namespace.ready_pods(role)))
+        fewest = {role: min(least, len(namespace.ready_pods(role))) for role, least in fewest.items()}
         time.sleep(POLL_S)
     return fewest
 
