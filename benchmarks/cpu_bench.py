@@ -1,15 +1,13 @@
 """What the two CPU benchmarks share: a model of SmolLM2-135M's shape, executors, the machine's limits, medians.
 
 Weights are random: time does not depend on them. Rounds are interleaved, so that a busy moment of the machine hits
-every variant alike; the table shows medians and the best.
+every variant alike; the table shows medians, and shares of the limit by the best.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -17,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from benchmarks.report import parser, warn_when_busy
 from safetensors.torch import save_file
 
 from pdserve.engine.executors.cpu import CpuExecutor
@@ -42,8 +41,6 @@ VARIANTS = {
     "int8": {"dtype": torch.float32, "kv_dtype": torch.bfloat16, "quantization": "int8"},
 }
 BLOCK_SIZE = 16
-MAX_LOAD = 0.5
-"""Above this load average the figures come with a warning."""
 
 
 @dataclass
@@ -65,16 +62,15 @@ class Limits:
         return max(num_bytes / self.read_gb_per_s, flops / self.gflops) * 1e-9
 
 
-def parse(description: str) -> argparse.Namespace:
+def parse(name: str, description: str, argv: list[str] | None) -> argparse.Namespace:
     """Options of both benchmarks."""
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--model", type=Path, help="a model folder; default: random weights of SmolLM2-135M's shape")
-    parser.add_argument("--variants", default=",".join(VARIANTS), help="comma-separated: fp32, bf16, int8")
-    parser.add_argument("--threads", type=int, help="default: all processors")
-    parser.add_argument("--rounds", type=int, default=9, help="measurements of each figure")
-    options = parser.parse_args()
-    if (busy := os.getloadavg()[0]) > MAX_LOAD:
-        print(f"(others use this machine: load average {busy:.1f}; trust the best figures at most)")
+    commands = parser(name, description)
+    commands.add_argument("--model", type=Path, help="a model folder; default: random weights of SmolLM2-135M's shape")
+    commands.add_argument("--variants", default=",".join(VARIANTS), help="comma-separated: fp32, bf16, int8")
+    commands.add_argument("--threads", type=int, help="default: all processors")
+    commands.add_argument("--rounds", type=int, default=9, help="measurements of each figure")
+    options = commands.parse_args(argv)
+    warn_when_busy()
     return options
 
 
@@ -96,11 +92,6 @@ def timed(action: Callable[[], object]) -> float:
     start = time.perf_counter()
     action()
     return time.perf_counter() - start
-
-
-def median_and_best(times_s: list[float]) -> tuple[float, float]:
-    """Of at least one measurement."""
-    return statistics.median(times_s), min(times_s)
 
 
 def _random_model(folder: Path) -> Path:

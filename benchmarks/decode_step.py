@@ -1,14 +1,15 @@
 """Time of one decode step of the CPU executor against the machine's physical limit.
 
 The limit is the slower of reading all weights and KV once at the measured rate of this machine's memory, and doing
-all multiply-adds at the measured rate of its registers. Run: `python benchmarks/decode_step.py`.
+all multiply-adds at the measured rate of its registers. Run: `python -m benchmarks.decode_step`.
 """
 
 from __future__ import annotations
 
 import random
 
-from cpu_bench import BLOCK_SIZE, Limits, load, median_and_best, parse, timed
+from benchmarks.cpu_bench import BLOCK_SIZE, Limits, load, parse, timed
+from benchmarks.report import Row, at_least, median_row, publish
 
 from pdserve.engine.executors.base import SequenceSlice
 from pdserve.engine.executors.cpu import CpuExecutor
@@ -17,11 +18,13 @@ BATCH_SIZES = (1, 8, 32)
 CONTEXT = range(320, 448)
 """Tokens before the one that is decoded; sequences of a batch differ."""
 BLOCKS_PER_SEQUENCE = CONTEXT.stop // BLOCK_SIZE
+TARGETS = {1: at_least(0.85), 8: at_least(0.65), 32: at_least(0.5)}
+"""Of the share of the limit, fp32, by batch size."""
 
 
-def main() -> None:
-    """Print the table."""
-    options = parse(__doc__ or "")
+def main(argv: list[str] | None = None) -> None:
+    """Measure and print."""
+    options = parse("decode_step", __doc__ or "", argv)
     num_blocks = max(BATCH_SIZES) * BLOCKS_PER_SEQUENCE
     executors, limits = load(options, num_blocks), Limits()
     blocks = random.Random(0).sample(range(num_blocks), num_blocks)
@@ -36,13 +39,29 @@ def main() -> None:
                 steps += [timed(lambda run=executor.run, batch=batch: run(batch)) for _ in range(3)]
     first = next(iter(executors.values()))
     print(f"{first.isa}, {first.context.num_threads} threads; memory {limits.read_gb_per_s:.1f} GB/s,", end=" ")
-    print(f"arithmetic {limits.gflops:.0f} GFLOP/s")
-    print("| weights | batch | median ms | best ms | limit ms | share of the limit, best |\n|---|---|---|---|---|---|")
-    for (name, size), values in times_s.items():
-        median_s, best_s = median_and_best(values)
-        limit_s = step_limit_s(executors[name], decode_batch(size, blocks), limits)
-        print(f"| {name} | {size} | {median_s * 1e3:.1f} | {best_s * 1e3:.1f} | {limit_s * 1e3:.1f} |", end=" ")
-        print(f"{limit_s / best_s:.0%} |")
+    print(f"arithmetic {limits.gflops:.0f} GFLOP/s; shares of the limit are of the best step")
+    rows = [
+        row
+        for (name, size), values in times_s.items()
+        for row in _rows(name, size, values, step_limit_s(executors[name], decode_batch(size, blocks), limits))
+    ]
+    shares = {
+        row.case: row.value for row in rows if row.metric == "share of the limit" and row.precision == rows[0].precision
+    }
+    publish(
+        rows,
+        f"{rows[0].precision}: " + ", ".join(f"{case} at {share:.0%}" for case, share in shares.items()),
+        options.json,
+    )
+
+
+def _rows(name: str, size: int, times_s: list[float], limit_s: float) -> list[Row]:
+    case, target = f"batch {size}", TARGETS[size] if name == "fp32" else None
+    return [
+        median_row("pdserve", name, case, "step", "ms", [step_s * 1e3 for step_s in times_s]),
+        median_row("pdserve", name, case, "limit", "ms", [limit_s * 1e3]),
+        median_row("pdserve", name, case, "share of the limit", "", [limit_s / min(times_s)], target),
+    ]
 
 
 def decode_batch(size: int, blocks: list[int]) -> list[SequenceSlice]:

@@ -77,19 +77,28 @@ class Engine:
             text=True,
             env=os.environ | self._env,
         )
-        self.versions: dict[str, str] = self._answer()
+        try:
+            self.versions: dict[str, str] = self._answer()
+        except PeerError:
+            self._end()
+            raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._end()
+
+    def _end(self) -> None:
         assert self._process.stdin is not None
+        assert self._process.stdout is not None
         self._process.stdin.close()
         try:
             self._process.wait(10)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        self._process.stdout.close()
         self._log.close()
 
     def ask(self, name: str, *parameters: object) -> Any:

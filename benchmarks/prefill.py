@@ -1,11 +1,12 @@
 """Prefill rate of the CPU executor against the machine's rate of multiply-adds.
 
-One prompt, in chunks as a worker would compute it. Run: `python benchmarks/prefill.py`.
+One prompt, in chunks as a worker would compute it. Run: `python -m benchmarks.prefill`.
 """
 
 from __future__ import annotations
 
-from cpu_bench import BLOCK_SIZE, Limits, load, median_and_best, parse, timed
+from benchmarks.cpu_bench import BLOCK_SIZE, Limits, load, parse, timed
+from benchmarks.report import Row, median_row, publish
 
 from pdserve.engine.executors.base import SequenceSlice
 from pdserve.engine.executors.cpu import CpuExecutor
@@ -14,9 +15,9 @@ PROMPT_TOKENS = (128, 512, 2048)
 CHUNK_TOKENS = 512
 
 
-def main() -> None:
-    """Print the table."""
-    options = parse(__doc__ or "")
+def main(argv: list[str] | None = None) -> None:
+    """Measure and print."""
+    options = parse("prefill", __doc__ or "", argv)
     executors, limits = load(options, max(PROMPT_TOKENS) // BLOCK_SIZE), Limits()
     times_s: dict[tuple[str, int], list[float]] = {}
     for _ in range(options.rounds):
@@ -27,11 +28,25 @@ def main() -> None:
                 times_s.setdefault((name, count), []).append(elapsed)
     first = next(iter(executors.values()))
     print(f"{first.isa}, {first.context.num_threads} threads; arithmetic {limits.gflops:.0f} GFLOP/s")
-    print("| weights | prompt tokens | median tok/s | best tok/s | share of the limit, best |\n|---|---|---|---|---|")
-    for (name, count), values in times_s.items():
-        median_s, best_s = median_and_best(values)
-        share = limits.seconds(0, prefill_flops(executors[name], count)) / best_s
-        print(f"| {name} | {count} | {count / median_s:.0f} | {count / best_s:.0f} | {share:.0%} |")
+    rows = [
+        row
+        for (name, count), values in times_s.items()
+        for row in _rows(name, count, values, limits.seconds(0, prefill_flops(executors[name], count)))
+    ]
+    rates = {row.case: row.value for row in rows if row.metric == "rate" and row.precision == rows[0].precision}
+    publish(
+        rows,
+        f"{rows[0].precision}: " + ", ".join(f"{case} {rate:.0f} tok/s" for case, rate in rates.items()),
+        options.json,
+    )
+
+
+def _rows(name: str, count: int, times_s: list[float], limit_s: float) -> list[Row]:
+    case = f"{count} tokens"
+    return [
+        median_row("pdserve", name, case, "rate", "tok/s", [count / seconds for seconds in times_s]),
+        median_row("pdserve", name, case, "share of the limit", "", [limit_s / min(times_s)]),
+    ]
 
 
 def prefill(executor: CpuExecutor, count: int) -> None:
