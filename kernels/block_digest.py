@@ -29,7 +29,7 @@ def _weights(position, seed):
     return ((z ^ (z >> 31)) | 1).to(tl.int64, bitcast=True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_chosen"], do_not_specialize_on_alignment=["block_ids_ptr"])
 def block_digest_kernel(
     pool_ptr,  # int32 [num_blocks, num_halves]
     block_ids_ptr,  # int64 [num_chosen]

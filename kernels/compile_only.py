@@ -116,16 +116,16 @@ def _compile(case: KernelCase, launch: _Launch, arch: int) -> CompiledKernel:
     values = dict(zip(names, launch.arguments, strict=False))
     values |= {name: launch.options[name] for name in names if name in launch.options}
     assert list(values) == names, f"{case.name} is launched with {list(values)}, not {names}"
-    is_constexpr = {name: param.is_constexpr for name, param in zip(names, launch.kernel.params, strict=True)}
     signature, constants, attributes = {}, {}, {}
-    for index, name in enumerate(names):
-        value = values[name]
-        if is_constexpr[name] or (isinstance(value, int) and value == 1):
+    for index, (name, param) in enumerate(zip(names, launch.kernel.params, strict=True)):
+        value, is_specialised = values[name], not param.do_not_specialize
+        if param.is_constexpr or (isinstance(value, int) and value == 1 and is_specialised):
             signature[name] = "constexpr"
             constants[index,] = value
             continue
         signature[name] = _type_of(value)
-        if isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0):
+        is_multiple = isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0)
+        if is_multiple and is_specialised and not param.do_not_specialize_on_alignment:
             attributes[index,] = [["tt.divisibility", 16]]
     source = ASTSource(fn=launch.kernel, signature=signature, constexprs=constants, attrs=attributes)
     options = {name: value for name, value in launch.options.items() if name in ("num_warps", "num_stages")}

@@ -16,7 +16,7 @@ TILE_WORDS = 4096
 """32-bit words of one program: 16 KiB."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["block_ids_ptr"])
 def gather_blocks_kernel(
     pool_ptr,  # int32 [num_blocks, num_words]
     block_ids_ptr,  # int64 [num_chosen]

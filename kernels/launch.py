@@ -1,5 +1,8 @@
 """What the launchers of all Triton kernels share: whether Triton interprets, and what a kernel may be given.
 
+Arguments that change from step to step are not specialised (`do_not_specialize`): a kernel that was compiled during the
+warm-up is never compiled again while it serves.
+
 `TRITON_INTERPRET=1`, set before this module is imported, makes every kernel run on the CPU, slowly: for tests.
 """
 

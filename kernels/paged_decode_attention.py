@@ -23,7 +23,10 @@ MAX_WINDOW = 1 << 30
 """Stands for no sliding window."""
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["window", "table_stride", "num_splits"],
+    do_not_specialize_on_alignment=["block_tables_ptr", "context_lens_ptr"],
+)
 def paged_decode_kernel(
     query_ptr,  # [num_seqs, num_heads, head_dim]
     kv_ptr,  # [num_blocks, 2, block_size, num_kv_heads, head_dim], strided
@@ -109,7 +112,7 @@ def paged_decode_kernel(
         tl.store(partial_ptr + scalar[:, None] * HEAD_DIM + column[None, :], mixed, mask=is_value)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["window", "num_splits"], do_not_specialize_on_alignment=["context_lens_ptr"])
 def merge_splits_kernel(
     partial_ptr,  # fp32 [num_seqs, num_heads, num_splits, head_dim]
     peaks_ptr,  # fp32 [num_seqs, num_heads, num_splits]

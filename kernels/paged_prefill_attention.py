@@ -84,7 +84,10 @@ def _attend(
     return peak, total, mixed
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["window", "table_stride"],
+    do_not_specialize_on_alignment=["query_starts_ptr", "context_lens_ptr", "block_tables_ptr"],
+)
 def paged_prefill_kernel(
     query_ptr,  # [num_tokens, num_heads, head_dim]
     kv_ptr,  # [num_blocks, 2, block_size, num_kv_heads, head_dim], strided

@@ -15,7 +15,7 @@ MAX_ROW = 32_768
 """Values of a row: it is held in registers."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def rms_norm_kernel(
     hidden_ptr,  # [num_rows, size], rows hidden_stride apart
     weight_ptr,  # [size]

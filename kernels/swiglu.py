@@ -13,7 +13,7 @@ TILE_VALUES = 2048
 """Results of one program."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def swiglu_kernel(
     gate_up_ptr,  # [num_rows, 2 * size], rows input_stride apart: gate, then up
     output_ptr,  # [num_rows, size]

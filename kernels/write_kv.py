@@ -29,7 +29,7 @@ def _rotate_half(start_ptr, cos_ptr, sin_ptr, mask, HALF: tl.constexpr):
     return (first * cos - second * sin).to(stored.dtype), (second * cos + first * sin).to(stored.dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def write_kv_kernel(
     query_ptr,  # [num_tokens, num_heads, head_dim]; not read without RoPE
     key_ptr,  # [num_tokens, num_kv_heads, head_dim]

@@ -8,9 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.engine.executors.base import SequenceSlice
-from pdserve.engine.executors.cuda_batch import Staging, StepLayout, decodes_first, layout_of, table_width
+from pdserve.engine.executors.cuda_batch import (
+    Staging,
+    StepLayout,
+    decodes_first,
+    layout_of,
+    table_width,
+    warm_up_layouts,
+)
 from pdserve.engine.executors.cuda_device import HostDevice
 from pdserve.kernels.reference import pack
+from pdserve.kernels.splits import num_splits
 
 
 @st.composite
@@ -80,6 +88,12 @@ def test_block_tables_keep_the_alignment_of_their_rows(context_len):
     width = table_width(context_len, 16)
     assert width % 4 == 0
     assert 16 * width >= context_len > 16 * (width - 4)
+
+
+def test_warm_up_steps_hold_both_kinds_of_sequences_and_one_and_several_splits():
+    layouts = warm_up_layouts(4096, 16)
+    assert all(layout.num_decodes and layout.num_prefills for layout in layouts)
+    assert {num_splits(layout.max_decode_context) > 1 for layout in layouts} == {False, True}
 
 
 def test_a_block_table_that_is_too_short_is_refused():

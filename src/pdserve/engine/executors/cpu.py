@@ -151,7 +151,15 @@ class CpuExecutor:
         Raises:
             MemoryError: intermediate results do not fit; nothing was computed.
         """
+        return self._step(_PackedBatch(batch))
+
+    def logits_of_all_tokens(self, batch: list[SequenceSlice]) -> Tensor:
+        """Like `run`, with logits for every token of every slice, `[num tokens, vocab_size]`: for measuring quality."""
         packed = _PackedBatch(batch)
+        packed.logit_rows = array("i", range(len(packed.token_ids)))
+        return self._step(packed)
+
+    def _step(self, packed: _PackedBatch) -> Tensor:
         self._check(packed)
         logits = torch.empty(len(packed.logit_rows), self._packed.model.head.n)
         self.context.step(self._packed.model, packed.as_struct(self.kv_cache, logits))

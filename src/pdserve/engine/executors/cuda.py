@@ -18,7 +18,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from pdserve.engine.executors.attention_route import ATTENTION_NAME, connect
 from pdserve.engine.executors.base import KvCacheSpec, SequenceSlice
-from pdserve.engine.executors.cuda_batch import Staging, StepLayout, StepTensors, decodes_first, layout_of
+from pdserve.engine.executors.cuda_batch import (
+    Staging,
+    StepLayout,
+    StepTensors,
+    decodes_first,
+    layout_of,
+    warm_up_layouts,
+)
 from pdserve.engine.executors.cuda_device import Device
 from pdserve.engine.executors.cuda_graphs import MAX_WORKSPACE_BYTES, DecodeGraphs, plan_sizes
 from pdserve.engine.executors.cuda_kernels import KernelSet
@@ -153,9 +160,13 @@ class CudaExecutor:
         return self._kv_cache
 
     def allocate_kv_cache(self, num_blocks: int) -> Tensor:
-        """Allocate the zeroed KV cache, and capture the decode steps over it."""
+        """Allocate the zeroed KV cache, compile all kernels, and capture the decode steps over it."""
         shape = (num_blocks, *self.kv_spec.block_shape)
         self._kv_cache = torch.zeros(shape, dtype=self.kv_spec.dtype, device=self.device)
+        with torch.no_grad():
+            for layout in warm_up_layouts(self.max_model_len, self.kv_spec.block_size):
+                self._forward(self._staging.upload(layout, [], self.kv_spec.block_size), layout)
+        self._device.synchronize()
         if self._decoder.is_fused:
             self._graphs = self._capture(
                 plan_sizes(self._bounds.max_decode_seqs, self.max_model_len, self._workspace_bytes, MAX_WORKSPACE_BYTES)

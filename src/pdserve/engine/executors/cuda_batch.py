@@ -114,6 +114,23 @@ class Staging:
         return layout.views(self._on_device)
 
 
+def warm_up_layouts(max_model_len: int, block_size: int) -> list[StepLayout]:
+    """Steps without sequences that between them call every kernel in every variant that it is compiled in."""
+    width = table_width(max_model_len, block_size)
+    return [
+        StepLayout(
+            num_decodes=1,
+            num_prefills=1,
+            num_tokens=3,
+            num_logits=2,
+            table_width=width,
+            max_decode_context=context,
+            max_prefill_queries=2,
+        )
+        for context in sorted({1, max_model_len})  # a single split of the context, and several
+    ]
+
+
 def decodes_first(batch: list[SequenceSlice]) -> list[int]:
     """The order of a step: indices of the slices with one token, then of the others."""
     return sorted(range(len(batch)), key=lambda index: len(batch[index].token_ids) > 1)
