@@ -75,7 +75,7 @@ test-cluster: setup
 	@$(VENV)/bin/pytest -q -s tests/cluster -m 'cluster and not slow' $(ARGS)
 
 kube-binaries:
-	@tests/cluster/build_kube_binaries.sh
+	@tests/cluster/control_plane_build/build.sh
 
 test-all: lint
 	@echo "==> pytest, slow tests included"

@@ -24,19 +24,19 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 
 def with_defaults(schema: Schema, value: Any) -> Any:
-    """A copy in which everything left out, or null where null means nothing, has its default."""
+    """The value, in which everything left out, or null where null means nothing, has its default."""
     if schema["type"] == "object" and isinstance(value, dict) and "properties" in schema:
         return _object_with_defaults(schema["properties"], value)
     if schema["type"] == "array" and isinstance(value, list):
         return [with_defaults(schema["items"], item) for item in value]
-    return copy.deepcopy(value)
+    return value
 
 
 def _object_with_defaults(properties: dict[str, Schema], value: dict[str, Any]) -> dict[str, Any]:
     filled = {name: item for name, item in value.items() if item is not None}
     for name, schema in properties.items():
         if name not in filled and "default" in schema:
-            filled[name] = schema["default"]
+            filled[name] = copy.copy(schema["default"])
         if name in filled:
             filled[name] = with_defaults(schema, filled[name])
     return filled

@@ -10,7 +10,7 @@ import asyncio
 import json
 from typing import Any
 
-import httpx
+import aiohttp
 
 from pdserve.operator.credentials import ClusterError, Credentials, read_credentials
 
@@ -52,11 +52,12 @@ class Kube:
     """One connection pool to one API server; used on one event loop."""
 
     def __init__(self, credentials: Credentials) -> None:
-        self._client = _client(credentials)
+        self._credentials = credentials
+        self._session = _session(credentials)
 
     async def close(self) -> None:
         """Close all connections."""
-        await self._client.aclose()
+        await self._session.close()
 
     async def get(self, path: str) -> Json:
         """One object, or what the server says at a path.
@@ -66,9 +67,14 @@ class Kube:
         """
         return await self._request("GET", path)
 
-    async def list(self, path: str, selector: str) -> list[Json]:
-        """All objects of a collection that a label selector selects."""
-        found = await self._request("GET", path, params={"labelSelector": selector})
+    async def list(self, path: str, selector: str, *, is_cached: bool = False) -> list[Json]:
+        """All objects of a collection that a label selector selects.
+
+        `is_cached`: out of the API server's memory, which may be a moment old and costs it a hundredth: without, it
+        reads and decodes every object of the namespace.
+        """
+        cached = {"resourceVersion": "0"} if is_cached else {}
+        found = await self._request("GET", path, params={"labelSelector": selector} | cached)
         return list(found["items"])
 
     async def apply(self, item: Json, manager: str, *, subresource: str = "") -> Json:
@@ -112,52 +118,52 @@ class Kube:
         content = json.dumps(body).encode() if body is not None else None
         headers = {"Content-Type": kind} if body is not None else {}
         for attempt in range(_TRIES):
-            response = await self._send(verb, path, content, headers, params)
-            if response.status_code == 401 and attempt == 0:
+            status, retry_after, text = await self._send(verb, path, content, headers, params)
+            if status == 401 and attempt == 0:
                 await self._renew()
-            elif response.status_code == 429 or response.status_code >= 500:
-                await asyncio.sleep(_pause_s(response, attempt))
+            elif status == 429 or status >= 500:
+                await asyncio.sleep(_pause_s(retry_after, attempt))
             else:
-                return _answer(response, f"{verb} {path}")
-        raise ClusterError(f"{verb} {path}: the API server said {response.status_code} {_TRIES} times")
+                return _answer(status, text, f"{verb} {path}")
+        raise ClusterError(f"{verb} {path}: the API server said {status} {_TRIES} times")
 
     async def _send(
         self, verb: str, path: str, content: bytes | None, headers: dict[str, str], params: dict[str, str] | None
-    ) -> httpx.Response:
+    ) -> tuple[int, str, str]:
+        url = self._credentials.server + path
         try:
-            return await self._client.request(verb, path, content=content, headers=headers, params=params)
-        except httpx.HTTPError as error:
+            async with self._session.request(verb, url, data=content, headers=headers, params=params) as response:
+                return response.status, response.headers.get("Retry-After", ""), await response.text()
+        except (aiohttp.ClientError, TimeoutError) as error:
             raise ClusterError(f"{verb} {path}: the API server does not answer ({error!r})") from error
 
     async def _renew(self) -> None:
         """A pod's token is replaced in its file before it expires."""
-        old, self._client = self._client, _client(read_credentials())
-        await old.aclose()
+        old, self._credentials = self._session, read_credentials()
+        self._session = _session(self._credentials)
+        await old.close()
 
 
-def _client(credentials: Credentials) -> httpx.AsyncClient:
+def _session(credentials: Credentials) -> aiohttp.ClientSession:
     headers = {"User-Agent": "pdserve-operator", "Accept": "application/json"}
     if credentials.token:
         headers["Authorization"] = f"Bearer {credentials.token}"
-    limits = httpx.Limits(max_connections=_MAX_CONNECTIONS, max_keepalive_connections=_MAX_CONNECTIONS)
-    return httpx.AsyncClient(
-        base_url=credentials.server, verify=credentials.tls(), headers=headers, timeout=_TIMEOUT_S, limits=limits,
-        trust_env=False,
-    )  # fmt: skip
+    connector = aiohttp.TCPConnector(limit=_MAX_CONNECTIONS, ssl=credentials.tls())
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=_TIMEOUT_S, sock_read=_TIMEOUT_S)
+    return aiohttp.ClientSession(headers=headers, connector=connector, timeout=timeout)
 
 
-def _pause_s(response: httpx.Response, attempt: int) -> float:
-    asked = response.headers.get("Retry-After", "")
-    return min(_MAX_PAUSE_S, float(asked) if asked.isdecimal() else 0.5 * 2.0**attempt)
+def _pause_s(retry_after: str, attempt: int) -> float:
+    return min(_MAX_PAUSE_S, float(retry_after) if retry_after.isdecimal() else 0.5 * 2.0**attempt)
 
 
-def _answer(response: httpx.Response, what: str) -> Json:
-    body: Json = response.json() if response.content[:1] == b"{" else {}
-    if response.is_success:
+def _answer(status: int, text: str, what: str) -> Json:
+    body: Json = json.loads(text) if text.startswith("{") else {}
+    if status < 400:
         return body
-    message = f"{what}: {body.get('message', response.status_code)}"
-    if response.status_code == 404 or "is being terminated" in message:
+    message = f"{what}: {body.get('message', status)}"
+    if status == 404 or "is being terminated" in message:
         raise GoneError(message)
-    if response.status_code == 409:
+    if status == 409:
         raise ConflictError(message)
     raise RefusedError(message)

@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import dataclass
 from typing import Any
 
-import httpx
+import aiohttp
 
 from pdserve.operator.facts import Owner
 from pdserve.operator.kube import Kube, path_of
@@ -45,12 +45,13 @@ class Live:
         return str(made["metadata"].get("labels", {}).get(TEMPLATE_LABEL, ""))
 
 
-async def look(kube: Kube, owner: Owner) -> Live:
-    """Deployments and pods of one service."""
-    deployments = await kube.list(path_of("apps/v1", "Deployment", owner.namespace), label_selector(owner.name))
+async def look(kube: Kube, owner: Owner, *, is_cached: bool = True) -> Live:
+    """Deployments and pods of one service; `is_cached`: as they were a moment ago, which costs the server less."""
+    path = path_of("apps/v1", "Deployment", owner.namespace)
+    deployments = await kube.list(path, label_selector(owner.name), is_cached=is_cached)
     by_role = {item["metadata"]["labels"].get(ROLE_LABEL, ""): item for item in deployments}
     wanted = ",".join(f"{name}={value}" for name, value in selector(owner.name, "").items() if value)
-    pods = await kube.list(path_of("v1", "Pod", owner.namespace), wanted) if by_role else []
+    pods = await kube.list(path_of("v1", "Pod", owner.namespace), wanted, is_cached=is_cached) if by_role else []
     return Live(by_role, seen(pods))
 
 
@@ -58,11 +59,11 @@ class PodAnswers:
     """Asks pods over HTTP, all at once and for a short time; silence is an answer too."""
 
     def __init__(self) -> None:
-        self._client = httpx.AsyncClient(timeout=_POD_TIMEOUT_S, trust_env=False)
+        self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_POD_TIMEOUT_S))
 
     async def close(self) -> None:
         """Close all connections."""
-        await self._client.aclose()
+        await self._session.close()
 
     async def why_not_ready(self, pods: list[PodSeen]) -> dict[str, str]:
         """Pod name → what /ready says, of pods that run without being ready."""
@@ -83,6 +84,7 @@ class PodAnswers:
 
     async def _text(self, url: str) -> str | None:
         try:
-            return (await self._client.get(url)).text
-        except httpx.HTTPError:
+            async with self._session.get(url) as response:
+                return await response.text()
+        except (aiohttp.ClientError, TimeoutError):
             return None

@@ -49,7 +49,9 @@ def policy_spec() -> Schema:
                     "url": text("Of the Prometheus server."),
                     "staleAfter": duration("Older numbers are no data: nothing shrinks.", "30s"),
                 },
-                rules=(Rule("self.source != 'prometheus' || has(self.url)", PROMETHEUS_NEEDS_URL),),
+                rules=(
+                    Rule("!has(self.source) || self.source != 'prometheus' || has(self.url)", PROMETHEUS_NEEDS_URL),
+                ),
                 is_defaulted=True,
             ),
         },

@@ -85,8 +85,8 @@ class ServiceReconciler:
         live = await look(self._kube, self._owner)
         self._children.note_live(live.deployments.values())
         decisions = await self._size(service, spec, plan, policy, live)
-        if any(decision.is_change for decision in decisions) or not live.deployments:
-            live = await look(self._kube, self._owner)
+        if any(decision.is_change and decision.is_applied for decision in decisions):
+            live = await look(self._kube, self._owner, is_cached=False)
             self._children.note_live(live.deployments.values())
         wanted = {role: live.replicas(role) or 0 for role in POOLS}
         step = next_step(rollout_seen(spec, plan, live, wanted, time.time()))
@@ -148,7 +148,8 @@ class ServiceReconciler:
         if decision.wanted == 0:
             made = with_replicas(made, 0)
         await self._children.apply(finished(made, self._owner))
-        await self._scaler.set_replicas(decision.pool, decision.wanted)
+        if decision.wanted != 1:
+            await self._scaler.set_replicas(decision.pool, decision.wanted)
 
     # --- rollout
 

@@ -54,4 +54,4 @@ def needs_owner_of_replicas(deployment: Json) -> bool:
         for entry in deployment["metadata"].get("managedFields", [])
         if "f:replicas" in entry.get("fieldsV1", {}).get("f:spec", {}) and entry.get("subresource") != "status"
     }
-    return owners <= {FIELD_MANAGER}
+    return owners == {FIELD_MANAGER}

@@ -55,23 +55,23 @@ class ScalingState:
     """What the law remembers of a service from one decision to the next."""
 
     decided_s: float | None = None
+    basis: tuple[ServiceSpec, Policy, tuple[int | None, ...]] | None = None
+    """What people had set at that time: spec, policy, and the pools' replicas."""
 
 
 def decide(
     observation: Observation, spec: ServiceSpec, policy: Policy, state: ScalingState, now_s: float
 ) -> tuple[list[Decision], ScalingState]:
-    """One decision for each pool that somebody here decides on; [] between two intervals.
+    """One decision for each pool that somebody here decides on.
 
-    A pool that does not exist yet always gets its first size. With scaling Off and no `replicas` nothing else is
-    ever decided: an HPA, KEDA or a person owns the number.
+    Load counts once per interval, so [] is returned in between; what people change counts at once. With scaling Off
+    and no `replicas` nothing but a pool's first size is ever decided: an HPA, KEDA or a person owns the number.
     """
-    is_due = state.decided_s is None or now_s - state.decided_s >= policy.interval_s
-    decisions = [
-        decision
-        for role, load in observation.pools.items()
-        if (decision := _decide_pool(role, load, spec)) is not None and (is_due or load.replicas is None)
-    ]
-    return decisions, ScalingState(now_s) if is_due else state
+    basis = (spec, policy, tuple(load.replicas for load in observation.pools.values()))
+    if state.decided_s is not None and now_s - state.decided_s < policy.interval_s and state.basis == basis:
+        return [], state
+    decisions = [_decide_pool(role, load, spec) for role, load in observation.pools.items()]
+    return [decision for decision in decisions if decision is not None], ScalingState(now_s, basis)
 
 
 def _decide_pool(role: str, load: PoolLoad, spec: ServiceSpec) -> Decision | None:

@@ -311,7 +311,9 @@ def _transfer() -> Schema:
         },
         rules=(
             Rule(
-                "int(self.portRange.split('-')[0]) >= 1024 && int(self.portRange.split('-')[1]) <= 65535 && "
+                # A server checks the default {} of this object, too, before the defaults inside it.
+                "!has(self.portRange) || int(self.portRange.split('-')[0]) >= 1024 && "
+                "int(self.portRange.split('-')[1]) <= 65535 && "
                 "int(self.portRange.split('-')[0]) < int(self.portRange.split('-')[1]) && "
                 "int(self.portRange.split('-')[1]) - int(self.portRange.split('-')[0]) < 64",
                 BAD_PORT_RANGE,

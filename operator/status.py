@@ -114,7 +114,7 @@ def _degraded(facts: StatusFacts) -> Condition:
     if facts.surge_problem is not None:
         reason, message = facts.surge_problem
         return Condition(
-            "Degraded", True, reason, f"new pods: {message.rstrip('.')}. The previous revision keeps serving."
+            "Degraded", True, reason, f"new pods: {message.rstrip(chr(46))}. The previous revision keeps serving."
         )
     return Condition("Degraded", False, "AsExpected", "Nothing needs attention.")
 

@@ -30,6 +30,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(400))
 
 
+_headlines: list[str] = []
+_outcomes: dict[str, int] = {"passed": 0, "failed": 0, "skipped": 0}
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Collect what tests have measured: `record_property("headline", …)`."""
+    if "tests/cluster/" in report.nodeid and (report.when == "call" or report.outcome != "passed"):
+        _outcomes[report.outcome] += 1
+        _headlines.extend(str(value) for name, value in report.user_properties if name == "headline")
+
+
+def pytest_unconfigure() -> None:
+    """The last line of `make test-cluster`."""
+    if any(_outcomes.values()):
+        counts = ", ".join(f"{number} {outcome}" for outcome, number in _outcomes.items())
+        print("; ".join([f"\ncluster: {counts}", *_headlines]))
+
+
 @pytest.fixture(scope="session")
 def models() -> Path:
     """Folder of converted models: tiny ones and the demo, made once per machine."""

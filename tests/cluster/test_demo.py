@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import time
+from collections.abc import Callable
 
 import httpx
 
@@ -12,11 +13,13 @@ from cluster.harness import ROOT, Namespace, wait_for
 EXAMPLE = ROOT / "manifests" / "examples" / "demo.yaml"
 
 
-def test_ten_lines_become_a_service_that_answers_and_leave_nothing_behind(namespace: Namespace) -> None:
+def test_ten_lines_become_a_service_that_answers_and_leave_nothing_behind(
+    namespace: Namespace, record_property: Callable[[str, object], None]
+) -> None:
     began_s = time.monotonic()
     namespace.kubectl("apply", "-f", str(EXAMPLE))
     namespace.wait_settled("demo", timeout_s=90)
-    print(f"\ndemo: Ready after {time.monotonic() - began_s:.1f} s")
+    record_property("headline", f"demo Ready after {time.monotonic() - began_s:.1f} s")
 
     columns, row = namespace.kubectl("get", "pds").splitlines()
     assert columns.split() == ["NAME", "MODEL", "PREFILL", "DECODE", "TTFT", "TPOT", "SLO", "READY", "AGE"]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.harness import POLL_S, Answer, Json, Load, Namespace, ask, pdservice, wait_for
+from cluster.harness import POLL_S, Json, Load, Namespace, ask, pdservice, wait_for
 
 OPERATOR = "pdserve-system"
 PROMPTS = ["the quick brown fox", "one two three four five", "alpha beta gamma delta epsilon zeta"]
@@ -45,7 +45,9 @@ def settle_and_watch(namespace: Namespace, timeout_s: float = 240) -> dict[str, 
     return fewest
 
 
-def test_another_model_under_load_fails_no_request_and_mixes_no_pair(namespace: Namespace, other_model: Path) -> None:
+def test_another_model_under_load_fails_no_request_and_mixes_no_pair(
+    namespace: Namespace, other_model: Path, record_property: Callable[[str, object], None]
+) -> None:
     before = answers_now(namespace)
     assert len(set(before.values())) == len(PROMPTS)
     with Load(namespace, "chat", 3, NUM_TOKENS, PROMPTS) as load:
@@ -60,13 +62,7 @@ def test_another_model_under_load_fails_no_request_and_mixes_no_pair(namespace: 
     # Greedy answers of either model, and of nothing in between: no KV of one was ever read by the other.
     assert [a for a in load.answers if a.text not in (before[a.prompt], after[a.prompt])] == []
     assert set(before.values()) & set(after.values()) == set()
-    print(
-        f"\nrollout under load: {len(load.answers)} requests, 0 failed, {seen(load.answers, before)} by the old model"
-    )
-
-
-def seen(answers: list[Answer], texts: dict[str, str]) -> int:
-    return sum(answer.text == texts[answer.prompt] for answer in answers)
+    record_property("headline", f"another model under load: 0 of {len(load.answers)} requests failed")
 
 
 def kill_the_operator(namespace: Namespace) -> None:

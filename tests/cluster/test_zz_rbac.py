@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from cluster.harness import Cluster
@@ -29,12 +30,13 @@ REASONS: dict[Right, str] = {
 """Rights that a run need not show, and why they are granted all the same."""
 
 
-def test_rights_used_are_rights_granted(cluster: Cluster) -> None:
+def test_rights_used_are_rights_granted(cluster: Cluster, record_property: Callable[[str, object], None]) -> None:
     used, granted = rights_used(cluster), rights_granted(cluster)
     assert used - granted == set(), "denied, or granted by accident"
     unexplained = granted - used - REASONS.keys()
     assert unexplained == set()
-    print(f"\nRBAC: {len(used)} rights used of {len(granted)} granted")
+    record_property("headline", f"RBAC {len(used)} rights used of {len(granted)}, {len(granted - used)} explained")
+    print()
     for right in sorted(granted - used):
         print(f"  not seen: {'/'.join(right)} ({REASONS[right]})")
 

@@ -43,12 +43,16 @@ def test_advise_applies_nothing_but_the_first_size() -> None:
     assert all(is_applied for *_, is_applied in wanted(None, scaling={"mode": "Advise"}))
 
 
-def test_between_two_intervals_nothing_is_decided() -> None:
+def test_load_counts_once_per_interval() -> None:
     service = read_service({"metadata": {"name": "chat"}, "spec": {"model": {"source": "demo"}}})
     first, state = decide(observation(3), service, POLICY, ScalingState(), 100.0)
     soon, same = decide(observation(3), service, POLICY, state, 104.0)
     later, _ = decide(observation(3), service, POLICY, same, 105.0)
     assert (len(first), len(soon), len(later)) == (2, 0, 2)
+    other = read_service({"metadata": {"name": "chat"}, "spec": {"model": {"source": "tiny"}}})
+    by_spec, _ = decide(observation(3), other, POLICY, state, 101.0)
+    by_hand, _ = decide(observation(4), service, POLICY, state, 101.0)
+    assert (len(by_spec), len(by_hand)) == (2, 2), "what people change counts at once"
 
 
 def pod(name: str, *, is_ready: bool = True) -> PodSeen:
@@ -78,7 +82,7 @@ def test_a_number_that_only_the_main_manager_owns_would_be_lost() -> None:
         fields = [{"manager": name, "fieldsV1": {"f:spec": {"f:replicas": {}}}} for name in managers]
         return {"metadata": {"managedFields": fields}}
 
-    assert needs_owner_of_replicas(live())
+    assert not needs_owner_of_replicas(live()), "a default belongs to nobody, and stays"
     assert needs_owner_of_replicas(live("pdserve-operator"))
     assert not needs_owner_of_replicas(live("pdserve-operator", "pdserve-scaling"))
     assert not needs_owner_of_replicas(live("kubectl"))
