@@ -197,3 +197,32 @@ def test_the_last_old_worker_waits_for_the_streams_of_old_gateways() -> None:
     seen = RolloutSeen({PREFILL: pool, DECODE: pool}, False, 1, None, 1, False)
     assert [step.max_replaced for step in next_step(seen).pools.values()] == [0, 0]
     assert [step.max_replaced for step in next_step(replace(seen, num_old_gateways=0)).pools.values()] == [1, 1]
+
+
+def pool(wanted: int, new: int, old: int, *, old_ready: int | None = None, unplaced_s: float = 0.0) -> PoolSeen:
+    """A pool in the middle of a rollout; all new pods are ready but one without a node."""
+    extra = 1 if unplaced_s else 0
+    return PoolSeen(wanted, True, True, new + extra, new, unplaced_s, old, old if old_ready is None else old_ready, 0)
+
+
+def replaced(prefill: PoolSeen, decode: PoolSeen, max_skew: int = 1) -> tuple[int, int]:
+    """Old pods of each pool that go now."""
+    steps = next_step(RolloutSeen({PREFILL: prefill, DECODE: decode}, False, 0, None, max_skew, False)).pools
+    gone = [p.old_total - (p.wanted - steps[role].max_replaced) for role, p in ((PREFILL, prefill), (DECODE, decode))]
+    return gone[0], gone[1]
+
+
+def test_an_old_worker_that_is_not_ready_leaves_no_room_for_another_to_go() -> None:
+    assert replaced(pool(2, 1, 2), pool(2, 1, 2)) == (1, 1)
+    assert replaced(pool(2, 1, 2, old_ready=1), pool(2, 1, 2)) == (0, 1)
+
+
+def test_a_pool_that_is_ahead_waits_for_the_other() -> None:
+    assert replaced(pool(4, 3, 2), pool(4, 1, 4)) == (0, 1)
+    assert replaced(pool(4, 2, 3), pool(4, 2, 3)) == (1, 1)
+
+
+def test_the_last_ready_old_worker_stays_while_there_is_no_new_pair() -> None:
+    without_room = pool(2, 1, 2, old_ready=1, unplaced_s=61.0)
+    assert replaced(without_room, pool(1, 0, 1, unplaced_s=61.0), max_skew=2) == (0, 0)
+    assert replaced(without_room, pool(2, 1, 2, old_ready=1, unplaced_s=61.0)) == (1, 0)
