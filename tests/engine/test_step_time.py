@@ -66,6 +66,17 @@ def test_nothing_is_known_before_there_are_enough_steps():
     assert model.fit.prompt is None
 
 
+def test_few_noisy_steps_never_suggest_an_absurd_price_of_context_or_depth():
+    """As on a machine at full load: a warm-up's three prompts, slow at first, and a few uneven decode steps."""
+    model = StepTimeModel()
+    for num_tokens, duration_s in ((64, 0.9), (16, 0.2), (8, 0.15)):
+        model.note(_prompt(0, num_tokens), duration_s)
+    for num_context_tokens, duration_s in ((65, 0.1), (66, 0.3), (67, 0.2), (300, 1.0), (301, 0.9)):
+        model.note(_decode(1, num_context_tokens), duration_s)
+    assert model.fit.prompt is None or model.fit.prompt.pair_s == 0
+    assert model.fit.decode is None or model.fit.decode.context_s == model.fit.decode.sequence_s == 0
+
+
 def test_steps_that_contradict_each_other_are_no_model():
     rng = random.Random(1)
     model = StepTimeModel()

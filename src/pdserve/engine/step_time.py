@@ -22,6 +22,9 @@ _WINDOW = 64
 """Steps that count: a few seconds, so that a neighbour on the same cores is noticed soon."""
 _MIN_STEPS = 3
 """As many as a warm-up gives."""
+_STEPS_PER_COLUMN = 8
+"""The first steps tell overhead (of prompts: the rate) alone: a term that few noisy steps suggest may be absurd, and
+would be multiplied by numbers far beyond those seen."""
 _STEPS_PER_FIT = 16
 """A fit takes about half a millisecond: even of short steps a small share."""
 _MAX_ERROR = 0.35
@@ -137,7 +140,7 @@ class StepTimeModel:
     def _fit_decode(self) -> DecodeTime | None:
         rows: list[Row] = [(1.0, work.num_sequences, work.num_context_tokens) for work, _ in self._decode.measured]
         fit = _trusted_fit(rows, [duration_s for _, duration_s in self._decode.measured])
-        return None if fit is None else DecodeTime(*fit.coefficients)
+        return None if fit is None else DecodeTime(*_padded(fit))
 
     def _fit_prompt(self, decode: DecodeTime | None) -> PromptTime | None:
         """On what is left when the decoding sequences of mixed steps are taken off; the overhead stays."""
@@ -155,13 +158,19 @@ class StepTimeModel:
         fit = _trusted_fit(rows, measured)
         if fit is None:
             return None
-        token_s, overhead_s, pair_s = fit.coefficients
+        token_s, overhead_s, pair_s = _padded(fit)
         return PromptTime(overhead_s, token_s, pair_s)
 
 
 def _trusted_fit(rows: list[Row], measured: list[float]) -> LinearFit | None:
     if len(rows) < _MIN_STEPS:
         return None
-    fit = fit_robustly(rows, measured)
+    num_columns = min(len(rows[0]), 1 + len(rows) // _STEPS_PER_COLUMN)
+    fit = fit_robustly([row[:num_columns] for row in rows], measured)
     is_trusted = fit.rms_error <= _MAX_ERROR and len(fit.errors) >= _MIN_KEPT_RATIO * len(rows)
     return fit if is_trusted else None
+
+
+def _padded(fit: LinearFit) -> tuple[float, float, float]:
+    first, second, third = (*fit.coefficients, 0.0, 0.0)[:3]
+    return first, second, third
