@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pdserve.engine.draw import draw
+from pdserve.engine.draw import draw, kernel_arguments
 from pdserve.kernels.reference_sampling import sample_top_k_top_p
 
 FILTERS = {
@@ -33,10 +33,15 @@ def _rows(filters, num_rows, vocab_size):
     )
 
 
-@pytest.mark.parametrize("vocab_size", [1, 97, 2501])
 @pytest.mark.parametrize("filters", FILTERS.values(), ids=FILTERS)
-def test_tokens_are_those_of_the_twin(interpreted, filters, vocab_size):
-    rows = _rows(filters, 3, vocab_size)
+def test_tokens_are_those_of_the_twin(interpreted, filters):
+    rows = _rows(filters, 3, 97)
+    assert interpreted(*rows).tolist() == sample_top_k_top_p(*rows).tolist()
+
+
+@pytest.mark.parametrize(("vocab_size", "name"), [(1, "all"), (2501, "plain"), (2501, "all")])
+def test_the_smallest_vocabulary_and_one_of_several_tiles(interpreted, vocab_size, name):
+    rows = _rows(FILTERS[name], 2, vocab_size)
     assert interpreted(*rows).tolist() == sample_top_k_top_p(*rows).tolist()
 
 
@@ -47,6 +52,16 @@ def test_the_twin_draws_what_the_engine_draws(filters):
     scaled -= scaled.amax(1, keepdim=True)
     expected = draw(scaled, numbers, top_k=top_k.tolist(), top_p=top_p.tolist(), min_p=min_p.tolist())
     assert sample_top_k_top_p(logits, temperatures, top_k, top_p, min_p, numbers).tolist() == expected.tolist()
+
+
+def test_the_engine_hands_the_kernel_what_it_draws_by_itself():
+    torch.manual_seed(2)
+    logits, temperatures = 3 * torch.randn(4, 300), torch.tensor([1.0, 0.3, 2.0, 1e-38])
+    numbers = torch.rand(4, dtype=torch.float64)
+    filters = {"top_k": [-1, 7, 2**40, 0], "top_p": [1.0, 0.9, 0.5, 1.0], "min_p": [0.0, 0.0, 0.01, 0.0]}
+    arguments = kernel_arguments(logits, temperatures, numbers, **filters)
+    scaled = (logits - logits.amax(1, keepdim=True)) / temperatures[:, None]
+    assert sample_top_k_top_p(*arguments).tolist() == draw(scaled, numbers, **filters).tolist()
 
 
 def test_equal_logits_are_kept_together_and_the_greedy_tie_goes_to_the_lowest_id(interpreted):

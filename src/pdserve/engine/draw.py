@@ -17,6 +17,8 @@ CANDIDATES = (256, 4096)
 """Most likely tokens that filtered rows look at, before the whole vocabulary is sorted."""
 
 _PIECE = 256
+_TINIEST_TEMPERATURE = 1e-30
+"""Its inverse is still a float32; 0 would mean greedy."""
 
 
 def draw(logits: Tensor, numbers: Tensor, *, top_k: list[int], top_p: list[float], min_p: list[float]) -> Tensor:
@@ -55,6 +57,35 @@ def draw(logits: Tensor, numbers: Tensor, *, top_k: list[int], top_p: list[float
     if plain:
         tokens[plain] = _draw_plain(_pick_rows(logits, plain), numbers[plain])
     return tokens
+
+
+def draw_on_gpu(
+    logits: Tensor, temperatures: Tensor, numbers: Tensor, *, top_k: list[int], top_p: list[float], min_p: list[float]
+) -> Tensor:
+    """The same by one Triton kernel, without a sort and without waiting for the device.
+
+    Args:
+        logits: fp32 `[num_rows, vocab_size]`, as the model made them.
+        temperatures: fp32 `[num_rows]`, above 0; the rest as for `draw`.
+    """
+    from pdserve.kernels.sample_top_k_top_p import sample_top_k_top_p  # noqa: PLC0415 — brings Triton
+
+    return sample_top_k_top_p(*kernel_arguments(logits, temperatures, numbers, top_k=top_k, top_p=top_p, min_p=min_p))
+
+
+def kernel_arguments(
+    logits: Tensor, temperatures: Tensor, numbers: Tensor, *, top_k: list[int], top_p: list[float], min_p: list[float]
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """What `sample_top_k_top_p` takes, in its types."""
+    device, vocab_size = logits.device, logits.shape[1]
+    return (
+        logits,
+        temperatures.clamp(min=_TINIEST_TEMPERATURE),
+        torch.tensor([min(k, vocab_size) for k in top_k], dtype=torch.int32, device=device),
+        torch.tensor(top_p, dtype=torch.float32, device=device),
+        torch.tensor(min_p, dtype=torch.float32, device=device),
+        numbers,
+    )
 
 
 def _pick_rows(tensor: Tensor, rows: list[int]) -> Tensor:

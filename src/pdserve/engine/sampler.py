@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pdserve.engine.draw import draw
+from pdserve.engine.draw import draw, draw_on_gpu
 from pdserve.engine.logit_filters import adjust
 from pdserve.engine.philox import uniforms
 from pdserve.engine.sequence import Sequence
@@ -62,15 +62,13 @@ def _draw(logits: Tensor, sequences: list[Sequence]) -> Tensor:
         [sequence.key.choice for sequence in sequences],
         [sequence.next_output_index for sequence in sequences],
     )
+    top_k, top_p, min_p = [p.top_k for p in params], [p.top_p for p in params], [p.min_p for p in params]
+    on_device = torch.from_numpy(numbers).to(logits.device)
+    if logits.device.type == "cuda":
+        return draw_on_gpu(logits, temperatures, on_device, top_k=top_k, top_p=top_p, min_p=min_p)
     # Less the maximum first: a tiny temperature then makes small numbers tiny, never large ones infinite.
     scaled = (logits - logits.amax(1, keepdim=True)).div_(temperatures[:, None])
-    return draw(
-        scaled,
-        torch.from_numpy(numbers).to(logits.device),
-        top_k=[p.top_k for p in params],
-        top_p=[p.top_p for p in params],
-        min_p=[p.min_p for p in params],
-    )
+    return draw(scaled, on_device, top_k=top_k, top_p=top_p, min_p=min_p)
 
 
 def _logprobs(logits: Tensor, sequences: list[Sequence], tokens: Tensor) -> dict[int, TokenLogprobs]:

@@ -45,7 +45,9 @@ def block_digests(kv_cache: torch.Tensor, block_ids: list[int]) -> list[bytes]:
         return []
     blocks = bytes_view(kv_cache)
     assert blocks.shape[1] % 4 == 0, f"a block has {blocks.shape[1]} bytes, not a multiple of 4"
-    if blocks.device.type != "cpu":
+    if blocks.device.type == "cuda":
+        sums = sums_on_gpu(blocks, block_ids)
+    elif blocks.device.type != "cpu":
         sums = sums_on_device(blocks, block_ids)
     elif cpu_ops.why_unavailable() is None and sys.byteorder == "little":
         sums = sums_by_kernel(blocks, block_ids)
@@ -104,6 +106,18 @@ def _add_up(words: Words, sums: Words) -> None:
         stop = start + x.shape[1]
         sums[:, 0] += np.einsum("bn,n->b", x, weights_x[start:stop])
         sums[:, 1] += np.einsum("bn,n->b", y, weights_y[start:stop])
+
+
+def sums_on_gpu(blocks: torch.Tensor, block_ids: list[int]) -> Words:
+    """The same sums by the Triton kernel, which reads each block once.
+
+    Args:
+        blocks: uint8 `[num_blocks, block_bytes]`.
+    """
+    from pdserve.kernels.block_digest import block_digest  # noqa: PLC0415 — brings Triton
+
+    sums: Words = block_digest(blocks, torch.tensor(block_ids, device=blocks.device)).cpu().numpy()
+    return sums
 
 
 def sums_on_device(blocks: torch.Tensor, block_ids: list[int]) -> Words:

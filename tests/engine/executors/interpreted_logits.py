@@ -17,7 +17,7 @@ from pdserve.engine.loader import load_executor
 @torch.no_grad()
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
-    executor = load_executor(folder, executor="triton-interpreter", block_size=4)
+    executor = load_executor(folder, executor="triton-interpreter", block_size=4, max_model_len=64)
     assert (executor.name, executor.device.type) == ("triton-interpreter", "cpu")
     executor.allocate_kv_cache(32)
     from transformers import AutoModelForCausalLM  # noqa: PLC0415  after the loader has switched the interpreter on
