@@ -85,7 +85,7 @@ class PullRounds:
         for name, transport in self._transports.items():
             self._look_after_quarantine(name, transport)
             transport.serve()
-        return num_results + num_posted > 0
+        return num_results + num_posted > 0 or self._verifier.help()
 
     def begin(self, ticket: int, request: PullRequest) -> None:
         """Take a request on."""

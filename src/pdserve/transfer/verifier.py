@@ -1,5 +1,6 @@
 """Compares received blocks with their digests in a thread of its own, so that the next READ is copied meanwhile.
 
+Where that thread gets no processor, its owner does the work by itself when there is nothing else to do (`help`).
 Reads blocks and never writes one. A result that nobody waits for any more is simply dropped by its taker.
 """
 
@@ -54,8 +55,20 @@ class Verifier(Generic[T]):
         self._waiting.put((tag, block_ids, digests))
 
     def take(self) -> list[Verdict[T]]:
-        """Verdicts since the last call, in the order of `begin`."""
+        """Verdicts since the last call."""
         return [self._verdicts.popleft() for _ in range(len(self._verdicts))]
+
+    def help(self) -> bool:
+        """Compare the blocks that wait longest in the calling thread; False when none wait."""
+        try:
+            item = self._waiting.get_nowait()
+        except queue.Empty:
+            return False
+        if item is None:
+            self._waiting.put(None)
+            return False
+        self._verdicts.append(self._compare(*item))
+        return True
 
     def close(self) -> None:
         """Wait until no block is being read any more. Again: nothing."""
