@@ -29,6 +29,7 @@ from benchmarks.service_load import Load
 
 from pdserve.engine.executors.cpu_weights import map_memory
 from pdserve.local.service import PrivateService
+from pdserve.transfer.base import Transport
 from pdserve.transfer.descriptor import decode_descriptor
 from pdserve.transfer.nixl import NixlTransport
 from pdserve.transfer.nixl_agent import NixlAgent
@@ -54,7 +55,7 @@ class Reader:
         self._descriptors = {name: decode_descriptor(bytes.fromhex(d)) for name, d in offer["descriptors"].items()}
         self._blocks = map_memory(num_blocks * block_bytes).view(num_blocks, block_bytes).fill_(1)
         self._copied = self._blocks.clone()
-        transports = {"nixl": NixlTransport(), "tcp": TcpTransport()}
+        transports: dict[str, Transport] = {"nixl": NixlTransport(), "tcp": TcpTransport()}
         for transport in transports.values():
             transport.register(self._blocks, "reader", "1", SIGNATURE)
         self._puller = Puller(transports, self._blocks)

@@ -15,6 +15,7 @@ import time
 import torch
 
 from pdserve.engine.executors.cpu_weights import map_memory
+from pdserve.transfer.base import Transport
 from pdserve.transfer.cma import allow_readers
 from pdserve.transfer.descriptor import encode_descriptor
 from pdserve.transfer.digest import block_digests
@@ -35,7 +36,7 @@ def main() -> None:
     allow_readers()
     raw = NixlAgent(f"raw:{secrets.token_hex(4)}", progress_thread=False)
     raw.register([(blocks.data_ptr(), blocks.numel(), 0)], "DRAM")
-    transports = [NixlTransport(), TcpTransport()]
+    transports: list[Transport] = [NixlTransport(), TcpTransport()]
     descriptors = [transport.register(blocks, "source", "1", SIGNATURE) for transport in transports]
     for transport in transports:
         transport.expect(NONCE, list(range(num_blocks)))
@@ -46,7 +47,12 @@ def main() -> None:
     }
     print(json.dumps(offer), flush=True)
     is_over = threading.Event()
-    threading.Thread(target=lambda: (sys.stdin.read(), is_over.set()), daemon=True).start()
+
+    def wait_for_the_end() -> None:
+        sys.stdin.read()
+        is_over.set()
+
+    threading.Thread(target=wait_for_the_end, daemon=True).start()
     while not is_over.is_set():
         raw.make_progress()
         for transport in transports:

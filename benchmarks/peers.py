@@ -26,6 +26,7 @@ import httpx
 from benchmarks.layouts import UP, Services
 from benchmarks.peers_install import (
     INSTALLERS,
+    VLLM_VERSION,
     PeerError,
     is_installed,
     llama_cpp_libraries,
@@ -283,6 +284,7 @@ def main(argv: list[str] | None = None) -> None:
         rows, versions = rows + more_rows, versions | more_versions
     if options.part != "steps":
         rows += measure_servers(model, options.runs, options.scale, has_vllm="vllm" in wanted)
+        versions |= {"vllm": VLLM_VERSION} if "vllm" in wanted else {}
     publish(rows, _headline(rows), options.json, versions)
 
 

@@ -7,7 +7,6 @@ it was met. Never measures.
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import math
 import os
@@ -164,11 +163,3 @@ def _shown(value: float) -> str:
 
 def _number(value: float) -> float | None:
     return None if math.isnan(value) else value
-
-
-def installed_version(package: str) -> str | None:
-    """Of a package of this environment; None = not installed."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
