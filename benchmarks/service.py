@@ -49,7 +49,7 @@ async def interference(load: Load, scale: float) -> Figures:
     prompt_tokens = _scaled(2000, scale)
     case = f"8 streams, three {prompt_tokens}-token prompts arrive"
     result = await load.interfere(
-        8, [prompt_tokens] * 3, stream_input=_scaled(64, scale), stream_output=_scaled(400, scale), calm_tokens=16
+        8, [prompt_tokens] * 3, stream_input=_scaled(64, scale), stream_output=_scaled(1000, scale), calm_tokens=16
     )
     _note_when_not_covered(case, result)
     calm, disturbed = Distribution.of(result.calm_gaps_s), Distribution.of(result.disturbed_gaps_s)
@@ -81,7 +81,7 @@ async def long_prompt(load: Load, scale: float) -> Figures:
     prompt_tokens = _scaled(4000, scale)
     case = f"8 streams, a {prompt_tokens}-token prompt arrives"
     result = await load.interfere(
-        8, [prompt_tokens], stream_input=_scaled(64, scale), stream_output=_scaled(280, scale), calm_tokens=16
+        8, [prompt_tokens], stream_input=_scaled(64, scale), stream_output=_scaled(1000, scale), calm_tokens=16
     )
     _note_when_not_covered(case, result)
     longest_s, ttft_s = Distribution.of(result.disturbed_gaps_s).max, result.arrived[0].ttft_s
@@ -140,7 +140,7 @@ def measure_layouts(
 async def _layout_case(url: str, scale: float) -> Figures:
     async with Load(url) as load:
         result = await load.interfere(
-            8, [_scaled(2000, scale)], stream_input=16, stream_output=_scaled(130, scale), calm_tokens=16
+            8, [_scaled(2000, scale)], stream_input=16, stream_output=_scaled(1000, scale), calm_tokens=16
         )
     _note_when_not_covered("layouts", result)
     case = "8 streams, a prompt arrives"

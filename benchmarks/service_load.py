@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import itertools
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from pdserve.bench.client import Target, send
 from pdserve.bench.connection import ConnectionPool, OnBody
 from pdserve.bench.load import run_closed
 from pdserve.bench.prompts import Prompt, TokenPrompts
-from pdserve.bench.record import RequestRecord
+from pdserve.bench.record import Arrival, RequestRecord
 from pdserve.bench.server import Server
 
 _TIMEOUT_S = 600.0
@@ -60,18 +61,23 @@ class Interference:
 
 
 class _Watched:
-    """Stands before the connections and tells when a stream has had so many events, which carry a token or more."""
+    """Stands before the connections: notes when a stream's events arrive, which carry a token or more, and counts."""
 
     def __init__(self, pool: ConnectionPool, num_events: int) -> None:
         self.is_calm = asyncio.Event()
+        self.sent_s = 0.0
+        self.arrivals: list[Arrival] = []
         self._pool, self._num_missing = pool, num_events
 
     async def post(self, path: str, body: bytes, on_body: OnBody) -> int:
         """As the pool's; a request that ends sooner is calm too."""
+        self.sent_s = time.perf_counter()
 
         def on_piece(piece: bytes, now_s: float) -> None:
             on_body(piece, now_s)
-            self._num_missing -= piece.count(b"data:")
+            if num_events := piece.count(b"data:"):
+                self.arrivals.append(Arrival(now_s, num_events))
+                self._num_missing -= num_events
             if self._num_missing <= 0:
                 self.is_calm.set()
 
@@ -79,6 +85,12 @@ class _Watched:
             return await self._pool.post(path, body, on_piece)
         finally:
             self.is_calm.set()
+
+    def record(self, prompt: Prompt) -> RequestRecord:
+        """Of a stream that was cut off."""
+        num_tokens = sum(arrival.num_tokens or 0 for arrival in self.arrivals)
+        end_s = self.arrivals[-1].at_s
+        return RequestRecord(self.sent_s, self.sent_s, end_s, tuple(self.arrivals), prompt.num_tokens, num_tokens)
 
 
 class Load:
@@ -129,7 +141,8 @@ class Load:
     ) -> Interference:
         """Streams run; when each has `calm_tokens` the arriving prompts are sent at once.
 
-        Streams must be long enough to outlive the arriving prompts: the caller checks what it got.
+        Streams that still run when the arrived prompts are answered are cut off then. A stream that ended before
+        leaves a part of that time without gaps: the caller checks what it got.
         """
         streams = [self._prompts.make(stream_input, stream_output) for _ in range(num_streams)]
         arriving = [self._prompts.make(tokens, 8) for tokens in arriving_tokens]
@@ -138,7 +151,11 @@ class Load:
             tasks = [asyncio.create_task(self._send(*pair)) for pair in zip(streams, watched, strict=True)]
             await asyncio.gather(*(stream.is_calm.wait() for stream in watched))
             arrived = await asyncio.gather(*map(self._send, arriving))
-            return Interference(list(await asyncio.gather(*tasks)), list(arrived))
+            for task in tasks:
+                task.cancel()
+            ended = await asyncio.gather(*tasks, return_exceptions=True)
+        records = [_record_of(*found) for found in zip(ended, watched, streams, strict=True)]
+        return Interference(records, list(arrived))
 
     @asynccontextmanager
     async def _quiet(self, num_connections: int) -> AsyncIterator[None]:
@@ -156,3 +173,11 @@ class Load:
         if not record.is_ok:
             raise RuntimeError(f"a request to {self._url} failed: {record.error}")
         return record
+
+
+def _record_of(end: RequestRecord | BaseException, watched: _Watched, prompt: Prompt) -> RequestRecord:
+    if isinstance(end, asyncio.CancelledError):
+        return watched.record(prompt)
+    if isinstance(end, BaseException):
+        raise end
+    return end
