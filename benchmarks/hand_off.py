@@ -33,7 +33,7 @@ from pdserve.transfer.base import Transport
 from pdserve.transfer.descriptor import decode_descriptor
 from pdserve.transfer.nixl import NixlTransport
 from pdserve.transfer.nixl_agent import NixlAgent
-from pdserve.transfer.pull import PullOutcome, PullRequest
+from pdserve.transfer.pull import MAX_READ_BYTES, PullOutcome, PullRequest
 from pdserve.transfer.puller import Puller
 from pdserve.transfer.tcp import TcpTransport
 
@@ -46,7 +46,7 @@ _TIMEOUT_S = 30.0
 class Reader:
     """Reads the same blocks in every way; a context manager that owns the other process."""
 
-    def __init__(self, num_blocks: int, block_bytes: int) -> None:
+    def __init__(self, num_blocks: int, block_bytes: int, max_read_bytes: int = MAX_READ_BYTES) -> None:
         command = [sys.executable, "-m", "benchmarks.hand_off_source", str(num_blocks), str(block_bytes)]
         self._source = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self._source.stdout is not None
@@ -58,7 +58,7 @@ class Reader:
         transports: dict[str, Transport] = {"nixl": NixlTransport(), "tcp": TcpTransport()}
         for transport in transports.values():
             transport.register(self._blocks, "reader", "1", SIGNATURE)
-        self._puller = Puller(transports, self._blocks)
+        self._puller = Puller(transports, self._blocks, max_read_bytes=max_read_bytes)
         self._puller.start()
         self._raw, self._lists = _raw_agent(self._blocks, offer["raw"])
         self.ways: dict[str, Callable[[list[int]], float]] = {
@@ -117,7 +117,7 @@ class Reader:
         return end_s - start_s
 
 
-def measure_transfers(sizes: list[int], block_bytes: int, num_rounds: int) -> list[Row]:
+def measure_transfers(sizes: list[int], block_bytes: int, num_rounds: int, max_read_bytes: int) -> list[Row]:
     """Rates of every way, in turns, and ours as a share of raw NIXL in the same round.
 
     Args:
@@ -125,7 +125,7 @@ def measure_transfers(sizes: list[int], block_bytes: int, num_rounds: int) -> li
     """
     rates: dict[tuple[int, str], list[float]] = {}
     num_blocks = 2 * max(sizes)
-    with Reader(num_blocks, block_bytes) as reader:
+    with Reader(num_blocks, block_bytes, max_read_bytes) as reader:
         for read in reader.ways.values():
             read(list(range(num_blocks)))  # connections, page tables, both processes' memory
         for number in range(num_rounds):
@@ -190,7 +190,9 @@ def main(argv: list[str] | None = None) -> None:
     warn_when_busy()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     sizes = [int(size) for size in options.blocks.split(",")]
-    rows = [] if options.only == "gap" else measure_transfers(sizes, options.block_bytes, options.rounds)
+    rows = []
+    if options.only != "gap":
+        rows = measure_transfers(sizes, options.block_bytes, options.rounds, options.max_read_bytes)
     if options.only != "transfer":
         rows += measure_gap(options.model, options.prompt_tokens, options.prompts)
     publish(rows, _headline(rows), options.json)
@@ -201,6 +203,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     commands.add_argument("--only", choices=("transfer", "gap"), help="one half of it")
     commands.add_argument("--blocks", default="13,32,125", help="blocks read at once (default: 13,32,125)")
     commands.add_argument("--block-bytes", type=int, default=BLOCK_BYTES)
+    commands.add_argument("--max-read-bytes", type=int, default=MAX_READ_BYTES, help=f"default: {MAX_READ_BYTES}")
     commands.add_argument("--rounds", type=int, default=9)
     commands.add_argument("--model", default="demo")
     commands.add_argument("--prompt-tokens", type=int, default=2000)
