@@ -37,6 +37,8 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 TARGETS = {"int8, KV bf16": at_most(1.0)}
 """Per cent of perplexity."""
 WINDOW_TOKENS = 1024
+MIN_WINDOW_TOKENS = 256
+"""Room for a prompt and its output."""
 BLOCK_SIZE = 16
 OUTPUT_TOKENS = 64
 PROMPTS = (
@@ -109,15 +111,15 @@ def main() -> None:
     options = _options()
     model = resolve_model(options.model, home_folder(os.environ), print)
     tokenizer = AutoTokenizer.from_pretrained(model)
-    text = read_text(options.text, tokenizer, options.tokens)
-    print(f"{text.name}: {text.num_tokens} tokens in windows of {WINDOW_TOKENS}, digest {_digest(text)}", flush=True)
-    executors = {name: _load(model, precision) for name, precision in PRECISIONS.items()}
+    text = read_text(options.text, tokenizer, options.tokens, options.window)
+    print(f"{text.name}: {text.num_tokens} tokens in windows of {options.window}, digest {_digest(text)}", flush=True)
+    executors = {name: _load(model, precision, options.window) for name, precision in PRECISIONS.items()}
     rows = [*_compare_with_transformers(executors[FP32], model, text)]
     rows += [*_compare_with_fp32(executors, text), *_compare_outputs(executors, _prompts(tokenizer), tokenizer)]
     publish(rows, _headline(rows, text), options.json)
 
 
-def read_text(file: Path | None, tokenizer: Any, num_tokens: int) -> Text:
+def read_text(file: Path | None, tokenizer: Any, num_tokens: int, window: int) -> Text:
     """Whole windows from the start of the text.
 
     Raises:
@@ -128,8 +130,8 @@ def read_text(file: Path | None, tokenizer: Any, num_tokens: int) -> Text:
     token_ids = tokenizer(content, add_special_tokens=False, verbose=False)["input_ids"]
     if len(token_ids) < num_tokens:
         raise SystemExit(f"{name} has {len(token_ids)} tokens, and --tokens asks for {num_tokens}")
-    starts = range(0, num_tokens - WINDOW_TOKENS + 1, WINDOW_TOKENS)
-    return Text(name, [token_ids[start : start + WINDOW_TOKENS] for start in starts])
+    starts = range(0, num_tokens - window + 1, window)
+    return Text(name, [token_ids[start : start + window] for start in starts])
 
 
 def _compare_with_transformers(executor: CpuExecutor, model: Path, text: Text) -> Iterator[Row]:
@@ -170,25 +172,30 @@ def _compare_outputs(executors: dict[str, CpuExecutor], prompts: list[list[int]]
     case = f"{len(prompts)} prompts, up to {max(lengths)} greedy tokens"
     for name in executors:
         if name != FP32:
-            same = [_common_prefix(*pair) for pair in zip(outputs[name], outputs[FP32], strict=True)]
+            same = [common_prefix(*pair) for pair in zip(outputs[name], outputs[FP32], strict=True)]
             yield median_row("pdserve", name, case, "as with fp32 before the first difference", "tokens", same)
             whole = sum(count == length for count, length in zip(same, lengths, strict=True))
             yield _row(name, case, "whole output as with fp32", whole, f"of {len(prompts)}")
 
 
-def _load(model: Path, precision: dict[str, Any]) -> CpuExecutor:
-    executor = CpuExecutor.load(model, block_size=BLOCK_SIZE, max_model_len=WINDOW_TOKENS, **precision)
-    executor.allocate_kv_cache(WINDOW_TOKENS // BLOCK_SIZE * len(PROMPTS))
+def _load(model: Path, precision: dict[str, Any], window: int) -> CpuExecutor:
+    executor = CpuExecutor.load(model, block_size=BLOCK_SIZE, max_model_len=window, **precision)
+    executor.allocate_kv_cache(len(PROMPTS) * _num_blocks(executor))
     return executor
 
 
 def _logits(executor: CpuExecutor, token_ids: list[int]) -> Tensor:
-    return executor.logits_of_all_tokens([SequenceSlice(token_ids, 0, _table(0), samples=True)])
+    return executor.logits_of_all_tokens([SequenceSlice(token_ids, 0, _table(executor, 0), samples=True)])
 
 
-def _table(index: int) -> list[int]:
-    num_blocks = WINDOW_TOKENS // BLOCK_SIZE
+def _table(executor: CpuExecutor, index: int) -> list[int]:
+    num_blocks = _num_blocks(executor)
     return list(range(index * num_blocks, (index + 1) * num_blocks))
+
+
+def _num_blocks(executor: CpuExecutor) -> int:
+    """Of one sequence of the greatest length."""
+    return -(-executor.max_model_len // BLOCK_SIZE)
 
 
 def _prompts(tokenizer: Any) -> list[list[int]]:
@@ -199,7 +206,7 @@ def _prompts(tokenizer: Any) -> list[list[int]]:
 
 def _greedy(executor: CpuExecutor, prompts: list[list[int]], eos_token_id: int) -> list[list[int]]:
     """All prompts in one batch; each output ends with its first end-of-sequence token."""
-    batch = [SequenceSlice(prompt, 0, _table(index), samples=True) for index, prompt in enumerate(prompts)]
+    batch = [SequenceSlice(prompt, 0, _table(executor, index), samples=True) for index, prompt in enumerate(prompts)]
     outputs: list[list[int]] = [[] for _ in prompts]
     for _ in range(OUTPUT_TOKENS):
         chosen = executor.run(batch).argmax(1).tolist()
@@ -216,7 +223,8 @@ def _until(output: list[int], last: int) -> list[int]:
     return output[: output.index(last) + 1] if last in output else output
 
 
-def _common_prefix(one: list[int], other: list[int]) -> int:
+def common_prefix(one: list[int], other: list[int]) -> int:
+    """Number of equal tokens before the first difference."""
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
@@ -239,9 +247,10 @@ def _options() -> argparse.Namespace:
     options.add_argument("--model", default="demo", help="what MODEL may name; it must suit the CPU executor")
     options.add_argument("--text", type=Path, metavar="FILE", help="default: CPython's language reference")
     options.add_argument("--tokens", type=int, default=20 * WINDOW_TOKENS, help="of the text; whole windows are used")
+    options.add_argument("--window", type=int, default=WINDOW_TOKENS, help="tokens that are computed together")
     parsed = options.parse_args()
-    if parsed.tokens < WINDOW_TOKENS:
-        options.error(f"--tokens must be at least one window, {WINDOW_TOKENS}")
+    if not MIN_WINDOW_TOKENS <= parsed.window <= parsed.tokens:
+        options.error(f"--window must be at least {MIN_WINDOW_TOKENS} and at most --tokens, {parsed.tokens}")
     return parsed
 
 
