@@ -32,10 +32,9 @@ class Children:
     async def read(self) -> None:
         """Learn what exists: at the first look at a service, and now and then against changes by hand."""
         self._applied = {}
-        self._has_secret = False
         for api_version, kind in self._kinds():
             path = path_of(api_version, kind, self._owner.namespace)
-            for item in await self._kube.list(path, label_selector(self._owner.name)):
+            for item in await self._kube.list(path, label_selector(self._owner.name), is_cached=True):
                 self._applied[f"{path}/{item['metadata']['name']}"] = applied_digest(item) or ""
 
     async def apply(self, item: Json) -> bool:
@@ -80,6 +79,10 @@ class Children:
         with contextlib.suppress(ConflictError):  # it has been there since an earlier life of the operator
             await self._kube.create(path_of("v1", "Secret", self._owner.namespace), secret)
         self._has_secret = True
+
+    def forget_password(self) -> None:
+        """Its Secret is missing: draw another one at the next look."""
+        self._has_secret = False
 
     def _kinds(self) -> list[tuple[str, str]]:
         kinds = [

@@ -201,6 +201,8 @@ class ServiceReconciler:
             role: role_health(role, number, live.deployments.get(role), live.of(role), answers, time.time())
             for role, number in self._wanted_by_role(spec, plan, wanted).items()
         }
+        if REDIS in health and health[REDIS].reason == "MissingSecret":
+            self._children.forget_password()
         gateway_waits = health[GATEWAY].reason == "Starting" and not all(health[role].is_ready for role in POOLS)
         if gateway_waits:
             health[GATEWAY] = Health(False, "Starting", "Waiting for a pair of prefill and decode workers.")
@@ -248,8 +250,8 @@ class ServiceReconciler:
 
 
 def _is_eventful(condition: Json, *, is_new: bool) -> bool:
-    """That a new service starts is no news; all else about these conditions is."""
-    return condition["type"] in _EVENTFUL and (not is_new or _is_bad(condition))
+    """That a new service starts is no news, and what is wrong with it is told once."""
+    return _is_bad(condition) if is_new else condition["type"] in _EVENTFUL
 
 
 def _is_bad(condition: Json) -> bool:

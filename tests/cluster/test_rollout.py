@@ -108,3 +108,18 @@ def workers(namespace: Namespace) -> list[Json]:
 def settings(namespace: Namespace, pod: Json) -> dict[str, str]:
     name = pod["spec"]["containers"][0]["envFrom"][0]["configMapRef"]["name"]
     return dict(namespace.cluster.get(f"/api/v1/namespaces/{namespace.name}/configmaps/{name}")["data"])
+
+
+@pytest.mark.slow
+def test_a_surge_that_no_node_takes_gives_way_after_a_minute(new_namespace: Callable[[str], Namespace]) -> None:
+    crowded = new_namespace("crowded")
+    pool = {"min": 2, "max": 2, "resources": {"requests": {"cpu": "14"}}}  # of the node's 64: a fifth one does not fit
+    crowded.apply(pdservice("chat", prefill=pool, decode=pool))
+    crowded.wait_settled("chat")
+    engine = {"engine": {"blockSize": 32}}
+    crowded.patch("chat", {"prefill": engine, "decode": engine})
+    crowded.wait_reason("chat", "Degraded", "Unschedulable")
+    fewest = settle_and_watch(crowded)
+    assert (fewest["prefill"], fewest["decode"]) == (1, 1)
+    assert {settings(crowded, pod)["PDS_BLOCK_SIZE"] for pod in workers(crowded)} == {"32"}
+    crowded.kubectl("delete", "pds", "chat", "--wait=false")

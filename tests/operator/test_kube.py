@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -13,6 +16,7 @@ from aiohttp import web
 from pdserve.operator.children import Children
 from pdserve.operator.credentials import ClusterError, Credentials
 from pdserve.operator.facts import ClusterFacts, Owner
+from pdserve.operator.handlers import make_settings
 from pdserve.operator.kube import ConflictError, GoneError, Kube, RefusedError, path_of
 from pdserve.operator.leader import Leadership
 from pdserve.operator.loop import ReconcileLoop
@@ -212,6 +216,39 @@ async def test_an_object_being_deleted_is_left_alone() -> None:
         with pytest.raises(asyncio.CancelledError):
             await running_loop
         assert server.requests == [("GET", path)]
+
+
+async def test_a_service_is_looked_at_again_although_no_event_ever_comes() -> None:
+    async with running() as (server, kube):
+        path = path_of("pdserve.dev/v1alpha1", "PDService", "shop", "chat")
+        metadata = {"name": "chat", "namespace": "shop", "uid": "u", "generation": 1}
+        server.objects[path] = {"metadata": metadata, "spec": {}}
+        loop = ReconcileLoop(kube, ClusterFacts(), resync_s=0.1, telemetry=Telemetry())
+        running_loop = asyncio.create_task(loop.run())
+        await loop.queue.add(("shop", "chat"))
+        async with asyncio.timeout(10):
+            while server.requests.count(("GET", path)) < 4:  # noqa: ASYNC110  the server counts
+                await asyncio.sleep(0.02)
+        running_loop.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running_loop
+
+
+def test_a_watch_is_never_trusted_for_ever() -> None:
+    settings = make_settings()
+    assert settings.watching.server_timeout is not None
+    assert settings.watching.client_timeout is not None
+    assert settings.watching.server_timeout < settings.watching.client_timeout
+    assert settings.peering.standalone
+    assert not settings.posting.enabled
+
+
+def test_without_a_cluster_it_says_what_to_set() -> None:
+    command = [sys.executable, "-m", "pdserve.operator"]
+    env = os.environ | {"KUBECONFIG": "/nowhere/config"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 1
+    assert "set KUBECONFIG or run in a pod" in done.stderr
 
 
 async def test_a_key_is_never_taken_twice_at_the_same_time() -> None:
