@@ -117,7 +117,8 @@ def _logs(folder: Path) -> str:
 def new_namespace(cluster: Cluster) -> Callable[[str], Namespace]:
     """Makes namespaces."""
     numbers = itertools.count(1)
-    return lambda name: cluster.namespace(f"{name}-{next(numbers)}")
+    # Several sessions may run on one machine; processes are told apart by their namespace.
+    return lambda name: cluster.namespace(f"{name}-{os.getpid()}-{next(numbers)}")
 
 
 @pytest.fixture
