@@ -5,8 +5,10 @@ from __future__ import annotations
 import subprocess
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import httpx
+import pytest
 
 from cluster.harness import ROOT, Namespace, wait_for
 
@@ -14,7 +16,7 @@ EXAMPLE = ROOT / "manifests" / "examples" / "demo.yaml"
 
 
 def test_ten_lines_become_a_service_that_answers_and_leave_nothing_behind(
-    namespace: Namespace, record_property: Callable[[str, object], None]
+    namespace: Namespace, tmp_path_factory: pytest.TempPathFactory, record_property: Callable[[str, object], None]
 ) -> None:
     began_s = time.monotonic()
     namespace.kubectl("apply", "-f", str(EXAMPLE))
@@ -37,7 +39,7 @@ def test_ten_lines_become_a_service_that_answers_and_leave_nothing_behind(
     kinds = "deploy,rs,pod,svc,cm,sa,pdb,netpol,secret,pds"
     left = [line for line in namespace.kubectl("get", kinds, "-o", "name").split() if "default" not in line]
     wait_for(lambda: left_of(namespace, kinds) == [], 20, f"nothing is left of {left}")
-    assert f"{namespace.name}." not in processes()
+    assert f"{namespace.name}." not in processes(tmp_path_factory.getbasetemp())
 
 
 def left_of(namespace: Namespace, kinds: str) -> list[str]:
@@ -45,10 +47,10 @@ def left_of(namespace: Namespace, kinds: str) -> list[str]:
     return [name for name in names if "default" not in name and "kube-root-ca" not in name and "No" not in name]
 
 
-def processes() -> str:
-    """Environments of all processes that belong to a service."""
+def processes(folder: Path) -> str:
+    """Environments of all processes that this session's node runs for a service; another session has its own."""
     done = subprocess.run(["ps", "eww", "-eo", "args"], capture_output=True, text=True, check=True)
-    return "\n".join(line for line in done.stdout.splitlines() if "PDS_SERVICE=" in line)
+    return "\n".join(line for line in done.stdout.splitlines() if "PDS_SERVICE=" in line and str(folder) in line)
 
 
 def test_explain_teaches(namespace: Namespace) -> None:
