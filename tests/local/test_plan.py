@@ -100,15 +100,15 @@ def test_is_set_tells_a_value_from_a_default() -> None:
 @pytest.mark.parametrize(
     ("cores", "num_prefill", "num_decode", "expected"),
     [
-        (2, 1, 1, Threads(prefill=1, decode=2)),
+        (2, 1, 1, Threads(prefill=2, decode=2)),
         (2, 2, 2, Threads(prefill=1, decode=1)),
         (2, 1, 0, Threads(prefill=2, decode=2)),
-        (2, 0, 1, Threads(prefill=1, decode=2)),
-        (16, 2, 1, Threads(prefill=4, decode=16)),
+        (2, 0, 1, Threads(prefill=2, decode=2)),
+        (16, 2, 1, Threads(prefill=8, decode=16)),
         (1, 3, 3, Threads(prefill=1, decode=1)),
     ],
 )
-def test_threads_are_split_so_that_decode_may_use_every_core(
+def test_each_role_may_use_every_core(
     cores: int, num_prefill: int, num_decode: int, expected: Threads
 ) -> None:
     assert threads_for(cores, num_prefill, num_decode) == expected

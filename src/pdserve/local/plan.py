@@ -155,10 +155,13 @@ def _names(cls: type[SharedSettings]) -> set[object]:
 
 
 def threads_for(num_cores: int, num_prefill: int, num_decode: int) -> Threads:
-    """Decode may use every core; beside it all prefill workers together get half of them (measured on 2 cores)."""
-    prefill_cores = num_cores // 2 if num_decode else num_cores
+    """Each role may use every core: prefill yields by its niceness, and an idle role's cores are not wasted.
+
+    Measured on 2 cores beside 8 streams: the streams' gaps are the same with one prefill thread as with two, and a
+    prompt that is alone is computed twice as fast with two.
+    """
     return Threads(
-        prefill=max(1, prefill_cores // max(1, num_prefill)),
+        prefill=max(1, num_cores // max(1, num_prefill)),
         decode=max(1, num_cores // max(1, num_decode)),
     )
 

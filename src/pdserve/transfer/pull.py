@@ -9,7 +9,7 @@ from typing import Protocol
 
 from pdserve.transfer.base import Descriptor
 
-MAX_READ_BYTES = 4 << 20
+MAX_READ_BYTES = 8 << 20
 """Of one READ: it ends soon, so that little is quarantined for short when it is given up, and its bytes are still in
 a processor's cache when they are verified."""
 
