@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from pdserve.errors import SettingError
-from pdserve.local.plan import threads_for
+from pdserve.local.plan import YIELDING_NICENESS, threads_for
 from pdserve.local.service import PrivateService
 
 _PATTERN = re.compile(r"p(\d+)d(\d+)((?:\+(?:nice\d+|pin|active))*)")
@@ -68,7 +68,7 @@ class Layout:
 
 def _of_up() -> Layout:
     threads = threads_for(os.cpu_count() or 1, 1, 1)
-    return Layout(threads.prefill, threads.decode, niceness=10)
+    return Layout(threads.prefill, threads.decode, niceness=YIELDING_NICENESS)
 
 
 UP = _of_up()

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from pdserve.errors import SettingError
-from pdserve.local.plan import Threads, child_command, is_set, parse_up, resolved, threads_for, worker_spec
+from pdserve.local.plan import YIELDING_NICENESS, Threads, child_command, is_set, parse_up, resolved, threads_for, worker_spec
 from pdserve.settings import DecodeSettings, PrefillSettings
 
 
@@ -108,16 +108,14 @@ def test_is_set_tells_a_value_from_a_default() -> None:
         (1, 3, 3, Threads(prefill=1, decode=1)),
     ],
 )
-def test_each_role_may_use_every_core(
-    cores: int, num_prefill: int, num_decode: int, expected: Threads
-) -> None:
+def test_each_role_may_use_every_core(cores: int, num_prefill: int, num_decode: int, expected: Threads) -> None:
     assert threads_for(cores, num_prefill, num_decode) == expected
 
 
 def test_workers_wait_passively_and_a_yielding_one_is_nice() -> None:
     spec = worker_spec("prefill", "prefill-0", ["x"], "http://h:1", threads=3, yields=True)
     assert spec.env == {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "3"}
-    assert spec.niceness == 10
+    assert spec.niceness == YIELDING_NICENESS > 0
     assert worker_spec("decode", "decode-0", ["x"], "http://h:1", threads=3, yields=False).niceness == 0
     assert spec.url == "http://h:1"
 
