@@ -7,7 +7,16 @@ import sys
 import pytest
 
 from pdserve.errors import SettingError
-from pdserve.local.plan import YIELDING_NICENESS, Threads, child_command, is_set, parse_up, resolved, threads_for, worker_spec
+from pdserve.local.plan import (
+    YIELDING_NICENESS,
+    Threads,
+    child_command,
+    is_set,
+    parse_up,
+    resolved,
+    threads_for,
+    worker_spec,
+)
 from pdserve.settings import DecodeSettings, PrefillSettings
 
 
