@@ -10,6 +10,7 @@ from benchmarks.peers import HERE, Engine
 from benchmarks.peers_protocol import prompt_of
 from transformers import AutoModelForCausalLM
 
+from pdserve.kernels import cpu_ops
 from pdserve.transfer.pull import MAX_READ_BYTES
 
 
@@ -39,6 +40,7 @@ def test_service_measures_its_cases(tmp_path, tiny_model_dir):
     assert "targets met" in headline
 
 
+@pytest.mark.skipif(cpu_ops.why_unavailable() is not None, reason=str(cpu_ops.why_unavailable()))
 def test_an_engine_in_a_process_of_its_own_computes_the_model(tiny_model_dir, tmp_path, monkeypatch):
     monkeypatch.setenv("PDS_HOME", str(tmp_path))
     (tmp_path / "peers").mkdir()
