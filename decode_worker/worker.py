@@ -21,10 +21,10 @@ from pdserve.engine.sequence import Sequence
 from pdserve.errors import InvalidRequestError, NoCapacityError
 from pdserve.messages import AnyMessage, Cancel, DecodeJob, KvFailed, KvReady, ResendTokens, Timing
 from pdserve.registration import Role, WorkerLoad
+from pdserve.worker.admission import Admission
 from pdserve.worker.attempts import Attempt, Attempts
 from pdserve.worker.engine_thread import EngineThread, StepFailure
 from pdserve.worker.identity import Identity
-from pdserve.worker.jobs import refusal_of, sequence_of
 from pdserve.worker.rates import StepRates
 from pdserve.worker.tasks import TaskSet
 from pdserve.worker.transports import WorkerTransports
@@ -65,13 +65,12 @@ class DecodeWorker:
         self._hand_offs = hand_offs
         hand_offs.report_to(self)
         self._watch = watch
-        self._fingerprint = fingerprint
         self._may_prefill = may_prefill
         self._is_gateway_gone = is_gateway_gone
-        self._is_draining = is_draining
         self._clock = clock
         self._rates = StepRates()
         self._tasks = TaskSet()
+        self._admission = Admission(attempts, watch, self._drop, fingerprint, engine.vocab_size, is_draining, clock)
 
     # --- messages
 
@@ -92,23 +91,9 @@ class DecodeWorker:
                 self._watch.late_message("unknown")
 
     def _admit(self, job: DecodeJob) -> None:
-        if not self.attempts.is_new(job.key):
-            self._watch.late_message("stale")
+        attempt = self._admission.take(job, is_prefill_only=False)
+        if attempt is None:
             return
-        if (older := self.attempts.older_than(job.key)) is not None:
-            self._drop(older)
-        refusal = refusal_of(
-            job,
-            fingerprint=self._fingerprint,
-            is_draining=self._is_draining(),
-            vocab_size=self._engine.vocab_size,
-        )
-        if refusal is not None:
-            self._watch.job("rejected")
-            self.attempts.refuse(job.key, job.gateway_id, refusal)
-            return
-        now_s = self._clock()
-        attempt = self.attempts.open(sequence_of(job, now_s, is_prefill_only=False), job.gateway_id, now_s)
         chain = self._engine.chain_hashes(attempt.sequence)
         if job.prefill_worker_id is None or job.prefill_generation is None:
             self._tasks.spawn(self._prefill_locally(attempt))

@@ -30,10 +30,10 @@ from pdserve.messages import (
 )
 from pdserve.prefill_worker.offers import Offers
 from pdserve.registration import Role, WorkerLoad
+from pdserve.worker.admission import Admission
 from pdserve.worker.attempts import Attempt, Attempts
 from pdserve.worker.engine_thread import EngineThread, StepFailure
 from pdserve.worker.identity import Identity
-from pdserve.worker.jobs import refusal_of, sequence_of
 from pdserve.worker.rates import StepRates
 from pdserve.worker.tasks import TaskSet
 from pdserve.worker.transports import WorkerTransports
@@ -82,12 +82,11 @@ class PrefillWorker:
         offers.report_to(self.on_lease_over)
         self._limits = limits
         self._watch = watch
-        self._fingerprint = fingerprint
         self._is_gateway_gone = is_gateway_gone
-        self._is_draining = is_draining
         self._clock = clock
         self._rates = StepRates()
         self._tasks = TaskSet()
+        self._admission = Admission(attempts, watch, self._drop, fingerprint, engine.vocab_size, is_draining, clock)
 
     # --- messages
 
@@ -110,26 +109,11 @@ class PrefillWorker:
                 self._watch.late_message("unknown")
 
     def _admit(self, job: PrefillJob) -> None:
-        if not self.attempts.is_new(job.key):
-            self._watch.late_message("stale")
+        attempt = self._admission.take(job, is_prefill_only=True)
+        if attempt is None:
             return
-        if (older := self.attempts.older_than(job.key)) is not None:
-            self._drop(older)
-        refusal = refusal_of(
-            job,
-            fingerprint=self._fingerprint,
-            is_draining=self._is_draining(),
-            vocab_size=self._engine.vocab_size,
-        )
-        if refusal is not None:
-            self._watch.job("rejected")
-            self.attempts.refuse(job.key, job.gateway_id, refusal)
-            return
-        now_s = self._clock()
-        sequence = sequence_of(job, now_s, is_prefill_only=True)
-        attempt = self.attempts.open(sequence, job.gateway_id, now_s)
         if job.will_decode:
-            self._offers.open(sequence, self._engine.chain_hashes(sequence))
+            self._offers.open(attempt.sequence, self._engine.chain_hashes(attempt.sequence))
         self._tasks.spawn(self._add(attempt))
 
     async def _add(self, attempt: Attempt) -> None:
