@@ -24,6 +24,7 @@ def test_switched_off_kernels_say_which_setting_did_it(monkeypatch):
 
 
 def test_a_missing_library_is_told_as_such(monkeypatch):
+    monkeypatch.delenv("PDS_CPU_KERNELS", raising=False)
     monkeypatch.setattr(cpu_ops, "_library_path", lambda: None)
     assert "without a C++ compiler" in str(cpu_ops.why_unavailable())
 
