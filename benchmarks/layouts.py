@@ -1,8 +1,9 @@
 """How a prefill and a decode worker share this machine's cores: threads, niceness, pinning, the way of waiting.
 
-`p1d2+nice10` is one thread for prefill, two for decode, prefill at niceness 10; `+pin` pins the workers to different
-cores, `+active` lets OpenMP threads spin (our own CPU kernels always wait passively). Services for several layouts
-run at the same time, so that they can be measured in turns: the idle ones cost memory, not time.
+`p1d2+nice10` is one thread for prefill, two for decode, prefill at niceness 10; `+rest90` lets decode steps begin 90 ms
+apart while prompts are computed; `+pin` pins the workers to different cores, `+active` lets OpenMP threads spin (our
+own CPU kernels always wait passively). Services for several layouts run at the same time, so that they can be
+measured in turns: the idle ones cost memory, not time.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from types import TracebackType
 from typing import Any, Self
 
 from pdserve.errors import SettingError
-from pdserve.local.plan import YIELDING_NICENESS, threads_for
+from pdserve.local.plan import YIELDING_NICENESS, step_interval_s, threads_for
 from pdserve.local.service import PrivateService
+from pdserve.settings import GatewaySettings, load
 
-_PATTERN = re.compile(r"p(\d+)d(\d+)((?:\+(?:nice\d+|pin|active))*)")
+_PATTERN = re.compile(r"p(\d+)d(\d+)((?:\+(?:nice\d+|rest\d+|pin|active))*)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,8 @@ class Layout:
     decode_threads: int
     niceness: int = 0
     """Of the prefill worker; the decode worker's is 0."""
+    rest_ms: int = 0
+    """Between the beginnings of decode steps while prompts are computed."""
     is_pinned: bool = False
     waits_actively: bool = False
 
@@ -44,18 +48,23 @@ class Layout:
         if found is None:
             raise SettingError("--layouts", text, "layouts such as p1d2, p2d2+nice10 or p1d1+pin")
         options = found[3].split("+")
-        niceness = [int(option.removeprefix("nice")) for option in options if option.startswith("nice")]
-        return cls(int(found[1]), int(found[2]), max(niceness, default=0), "pin" in options, "active" in options)
+
+        def number(name: str) -> int:
+            return max((int(option.removeprefix(name)) for option in options if option.startswith(name)), default=0)
+
+        threads = int(found[1]), int(found[2])
+        return cls(*threads, number("nice"), number("rest"), "pin" in options, "active" in options)
 
     def __str__(self) -> str:
         parts = [f"p{self.prefill_threads}d{self.decode_threads}"]
         parts += [f"nice{self.niceness}"] if self.niceness else []
+        parts += [f"rest{self.rest_ms}"] if self.rest_ms else []
         return "+".join(parts + ["pin"] * self.is_pinned + ["active"] * self.waits_actively)
 
     @property
-    def start(self) -> tuple[int, int, bool]:
+    def start(self) -> tuple[int, int, int, bool]:
         """What is fixed when the processes start; the rest can be changed while they run."""
-        return self.prefill_threads, self.decode_threads, self.waits_actively
+        return self.prefill_threads, self.decode_threads, self.rest_ms, self.waits_actively
 
     def cores(self, role: str) -> set[int]:
         """Cores of a worker."""
@@ -68,7 +77,8 @@ class Layout:
 
 def _of_up() -> Layout:
     threads = threads_for(os.cpu_count() or 1, 1, 1)
-    return Layout(threads.prefill, threads.decode, niceness=YIELDING_NICENESS)
+    interval_s = step_interval_s(load(GatewaySettings).tpot_slo_s, num_prefill=1) or 0.0
+    return Layout(threads.prefill, threads.decode, niceness=YIELDING_NICENESS, rest_ms=round(1e3 * interval_s))
 
 
 UP = _of_up()
@@ -113,10 +123,13 @@ class Services:
 
 
 def _service(model: str, layout: Layout, settings: Mapping[str, Any]) -> PrivateService:
+    decode: dict[str, Any] = {"THREADS": layout.decode_threads}
+    if layout.rest_ms:
+        decode["STEP_INTERVAL_S"] = layout.rest_ms / 1e3
     service = PrivateService(
         model,
         settings=settings,
-        role_settings={"prefill": {"THREADS": layout.prefill_threads}, "decode": {"THREADS": layout.decode_threads}},
+        role_settings={"prefill": {"THREADS": layout.prefill_threads}, "decode": decode},
     )
     if layout.waits_actively:
         for worker in service.workers:

@@ -101,6 +101,11 @@ class HandOffs:
         """Hand-offs that are not over, aborted ones with active READs included."""
         return len(self._open) + len(self._aborted)
 
+    @property
+    def awaits_prompts(self) -> bool:
+        """Whether some prefill worker is computing, or sending, a prompt for this worker. Any thread."""
+        return bool(self._open)
+
     # --- begin
 
     def connect_to_peers(self) -> None:

@@ -48,4 +48,7 @@ def make_policy(parts: WorkerParts, settings: DecodeSettings) -> DecodeWorker:
         is_draining=parts.is_draining,
     )
     parts.view.on_change(hand_offs.connect_to_peers)
+    interval_s = settings.step_interval_s
+    if interval_s is not None:
+        parts.engine_thread.space_steps(lambda: interval_s if hand_offs.awaits_prompts else 0.0)
     return worker

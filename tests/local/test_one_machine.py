@@ -183,3 +183,16 @@ def test_a_bad_setting_ends_it_before_anything_starts(tmp_path: Path, tiny_model
     assert "kv-leese-s" in done.stderr or "KV_LEASE_S" in done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "run").exists()
+
+
+def test_decode_rests_below_the_services_own_target_unless_told_otherwise(tmp_path: Path, tiny_model_dir: Path) -> None:
+    def interval(running: Up) -> list[str]:
+        flags = [flag for p in running.service.processes for flag in psutil.Process(p.pid).cmdline()]
+        return [flag for flag in flags if flag.startswith("--step-interval-s")]
+
+    with up(tmp_path / "a", tiny_model_dir, "--tpot-slo-s=0.05") as running:
+        assert interval(running) == ["--step-interval-s=0.045"]
+    with up(tmp_path / "b", tiny_model_dir, "--decode.step-interval-s=0.02") as running:
+        assert interval(running) == ["--step-interval-s=0.02"]
+    with up(tmp_path / "c", tiny_model_dir, "--prefill=0") as running:
+        assert interval(running) == []

@@ -14,6 +14,7 @@ from pdserve.local.plan import (
     is_set,
     parse_up,
     resolved,
+    step_interval_s,
     threads_for,
     worker_spec,
 )
@@ -119,6 +120,11 @@ def test_is_set_tells_a_value_from_a_default() -> None:
 )
 def test_each_role_may_use_every_core(cores: int, num_prefill: int, num_decode: int, expected: Threads) -> None:
     assert threads_for(cores, num_prefill, num_decode) == expected
+
+
+def test_decode_rests_below_the_target_when_prefill_shares_its_cores() -> None:
+    assert step_interval_s(0.1, num_prefill=1) == pytest.approx(0.09)
+    assert step_interval_s(0.1, num_prefill=0) is None
 
 
 def test_workers_wait_passively_and_a_yielding_one_is_nice() -> None:

@@ -20,6 +20,7 @@ from pdserve.local.plan import (
     child_command,
     is_set,
     resolved,
+    step_interval_s,
     threads_for,
     worker_spec,
 )
@@ -81,9 +82,16 @@ class OneMachine:
             "DRAIN_S": _DRAIN_S,
             "LOG_FORMAT": "console" if self._options.is_verbose else "json",
         }
+        if role == "decode" and (interval_s := step_interval_s(self._tpot_slo_s(), num["prefill"])) is not None:
+            defaults["STEP_INTERVAL_S"] = interval_s
         settings, added = resolved(role, self._options.flags[role], self._env, defaults)
         assert isinstance(settings, ProcessSettings), settings
         return settings, [*self._options.flags[role], *added]
+
+    def _tpot_slo_s(self) -> float:
+        gateway, _ = resolved("gateway", self._options.flags["gateway"], self._env, {})
+        assert isinstance(gateway, GatewaySettings), gateway
+        return gateway.tpot_slo_s
 
     def _model_flags(self, settings: ProcessSettings) -> list[str]:
         """The model is made once, here, and not by every child at the same time."""

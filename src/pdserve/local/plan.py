@@ -24,7 +24,8 @@ ROLES: dict[str, type[SharedSettings]] = {
 YIELDING_NICENESS = 4
 """On shared cores prefill yields to decode. Measured on two: at 10 a batch of prompts and answers takes 15 % longer,
 at 0 the longest gaps of running streams grow by a third (docs/benchmarks.md)."""
-
+_REST_RATIO = 0.9
+"""Of the target for the time per output token; what is above it is left for delays."""
 
 _OWN_SETTINGS = {"WORKER_ID", "METRICS_PORT"}
 """Two processes cannot share these."""
@@ -165,6 +166,15 @@ def threads_for(num_cores: int, num_prefill: int, num_decode: int) -> Threads:
         prefill=max(1, num_cores // max(1, num_prefill)),
         decode=max(1, num_cores // max(1, num_decode)),
     )
+
+
+def step_interval_s(tpot_slo_s: float, num_prefill: int) -> float | None:
+    """How far apart decode steps may begin while prompts are computed on the same cores; None: nobody shares them.
+
+    Nobody reads faster than the target, so whoever waits for a first token gets the cores meanwhile, and the batch
+    that the next step computes is larger. Measured on 2 cores: docs/benchmarks.md.
+    """
+    return round(_REST_RATIO * tpot_slo_s, 6) if num_prefill else None
 
 
 def is_set(role: str, name: str, flags: Sequence[str], env: Mapping[str, str]) -> bool:

@@ -297,6 +297,10 @@ class DecodeSettings(WorkerSettings):
         0.25, optional(seconds), "No hand-off joins, and prompt chunks are cut, when a decode step would exceed this.",
         unit="s", why="A full batch on two laptop cores; a GPU service sets less.",
     )  # fmt: skip
+    step_interval_s: float | None = setting(
+        None, optional(seconds), "While prompts are computed for this worker, steps begin at least this far apart.",
+        unit="s", why="For cores shared with prefill: `pdserve up` sets it below TPOT_SLO_S.",
+    )  # fmt: skip
 
 
 PROCESSES: tuple[type[SharedSettings], ...] = (GatewaySettings, PrefillSettings, DecodeSettings)

@@ -1,4 +1,4 @@
-"""The thread that owns the engine. Its loop reads: admit what arrived, step, hand the output over.
+"""The thread that owns the engine. Its loop reads: admit what arrived, rest if asked to, step, hand the output over.
 
 Nothing else touches the engine. The event loop sends it commands, which run between two steps, and gets
 every step's output back on the loop. The thread never sees a bus, a transport or a socket.
@@ -7,6 +7,7 @@ every step's output back on the loop. The thread never sees a bus, a transport o
 from __future__ import annotations
 
 import asyncio
+import math
 import queue
 import threading
 import time
@@ -75,6 +76,15 @@ class EngineThread:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._step_began_s: float | None = None
+        self._last_began_s = -math.inf
+        self._interval_s: Callable[[], float] = _no_interval
+
+    def space_steps(self, interval_s: Callable[[], float]) -> None:
+        """From the beginning of one step to that of the next at least so many seconds pass; before `start`.
+
+        Asked in the thread, again after every command: 0 ends a rest at once.
+        """
+        self._interval_s = interval_s
 
     def start(self, loop: asyncio.AbstractEventLoop, listener: EngineListener) -> None:
         """Begin to serve; the listener hears of everything on `loop`."""
@@ -129,7 +139,7 @@ class EngineThread:
     def _run(self) -> None:
         assert self._listener is not None
         while self._admit_commands():
-            if not self._engine.has_work:
+            if not self._engine.has_work or self._rests():
                 continue
             output = self._step()
             if output is not None:
@@ -148,9 +158,17 @@ class EngineThread:
         except queue.Empty:
             return True
 
+    def _rests(self) -> bool:
+        """Leave the cores to others until the next step is due, or a command arrives; False: it is due."""
+        left_s = self._last_began_s + self._interval_s() - self._clock()
+        if left_s <= 0:
+            return False
+        self._wait_for_command(left_s)
+        return True
+
     def _step(self) -> StepOutput | None:
         assert self._listener is not None
-        self._step_began_s = self._clock()
+        self._step_began_s = self._last_began_s = self._clock()
         try:
             self._before_step()
             output = self._engine.step()
@@ -161,7 +179,7 @@ class EngineThread:
         finally:
             self._step_began_s = None
         if output.is_empty:
-            self._wait_for_command()
+            self._wait_for_command(_STALLED_WAIT_S)
             return None
         return output
 
@@ -172,9 +190,9 @@ class EngineThread:
             self._engine.abort(sequence)
         return StepFailure(type(error).__name__, sequences)
 
-    def _wait_for_command(self) -> None:
+    def _wait_for_command(self, timeout_s: float) -> None:
         try:
-            command = self._commands.get(timeout=_STALLED_WAIT_S)
+            command = self._commands.get(timeout=timeout_s)
         except queue.Empty:
             return
         if command is None:
@@ -194,6 +212,10 @@ class EngineThread:
             self._loop.call_soon_threadsafe(callback, value)
         except RuntimeError:
             logger.debug("event loop is closed, output dropped")
+
+
+def _no_interval() -> float:
+    return 0.0
 
 
 def _settle(future: asyncio.Future[T], result: T | None, error: BaseException | None) -> None:
