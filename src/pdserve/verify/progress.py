@@ -1,19 +1,26 @@
-"""What a user sees of a running verification: lines, and on a terminal a counter that rewrites itself."""
+"""What a user sees of a running verification: lines, and a counter that rewrites itself on a terminal.
+
+Where it cannot rewrite itself (a file, CI), the counter is a line now and then.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TextIO, TypeVar
 
 Item = TypeVar("Item")
 
+_LINE_INTERVAL_S = 20.0
+"""Between the lines of a counter."""
+
 
 class Progress:
     """Writes to one stream."""
 
-    def __init__(self, out: TextIO) -> None:
-        self._out, self._is_terminal = out, out.isatty()
+    def __init__(self, out: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
+        self._out, self._is_terminal, self._clock = out, out.isatty(), clock
 
     def line(self, text: str) -> None:
         """A line that stays."""
@@ -23,14 +30,17 @@ class Progress:
     @contextlib.contextmanager
     def counting(self, title: str, num: int) -> Iterator[Callable[[], None]]:
         """Gives a function to call for each thing done."""
-        done = 0
+        done, said_s = 0, self._clock()
 
         def on_done() -> None:
-            nonlocal done
+            nonlocal done, said_s
             done += 1
             if self._is_terminal:
                 self._out.write(f"\r\x1b[K{title}: {done}/{num}")
                 self._out.flush()
+            elif self._clock() - said_s >= _LINE_INTERVAL_S:
+                said_s = self._clock()
+                self.line(f"{title}: {done}/{num}")
 
         try:
             yield on_done
