@@ -18,7 +18,8 @@ def test_a_file_gets_a_line_before_long_work_and_one_now_and_then() -> None:
         pass
     lines = out.getvalue().splitlines()
     assert lines[0] == "answers: 8 to compute"
-    assert lines[1:] and all(line in {f"answers: {n}/8" for n in range(1, 9)} for line in lines[1:])
+    assert lines[1:]
+    assert all(line in {f"answers: {n}/8" for n in range(1, 9)} for line in lines[1:])
     assert len(lines) < 6
 
 
