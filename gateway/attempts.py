@@ -296,8 +296,10 @@ class SequenceAttempts:
 
     def _present(self, holder: Assignment, item: RosterItem, now_s: float) -> list[Action]:
         attempt = self._attempt
+        # A decode worker shows progress by its tokens; one that computes the prompt itself has none until then.
         is_decoding = holder is attempt.decode and item.state == "running"
-        if not (is_decoding and holder.state == item.state):
+        is_computing = attempt.prefill is None and not holder.has_tokens
+        if is_computing or not (is_decoding and holder.state == item.state):
             attempt.last_progress_s = now_s
         holder.is_seen, holder.num_absences = True, 0
         actions: list[Action] = []

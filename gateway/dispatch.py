@@ -24,6 +24,7 @@ from pdserve.gateway import actions as act
 from pdserve.gateway import door
 from pdserve.gateway.actions import Action, WorkerRef
 from pdserve.gateway.attempts import SequenceAttempts
+from pdserve.gateway.disaggregation import Disaggregation
 from pdserve.gateway.door import DoorLimits, DoorView
 from pdserve.gateway.inbound import Inbound
 from pdserve.gateway.jobs import SequenceSpec
@@ -32,17 +33,10 @@ from pdserve.gateway.observer import DispatchObserver, SilentObserver
 from pdserve.gateway.outcomes import RetryLimits
 from pdserve.gateway.placement import Demand, Placement
 from pdserve.gateway.pump import Pump, WaitLimits
-from pdserve.gateway.request import (
-    Disaggregation,
-    FailedEvent,
-    FinishedEvent,
-    Generation,
-    GenerationRequest,
-    TokensEvent,
-)
-from pdserve.gateway.router import Place, Router, ref_of
+from pdserve.gateway.request import FailedEvent, FinishedEvent, Generation, GenerationRequest, TokensEvent
+from pdserve.gateway.router import Pairs, Place, Router, ref_of
 from pdserve.log import get_logger
-from pdserve.registration import WorkerRegistration
+from pdserve.registration import Role, WorkerRegistration
 
 _log = get_logger(__name__)
 
@@ -64,7 +58,7 @@ class Dispatcher:
         retry_limits: RetryLimits | None = None,
         door_limits: DoorLimits | None = None,
         wait_limits: WaitLimits | None = None,
-        disaggregation: Disaggregation = "auto",
+        disaggregation: Disaggregation | None = None,
         ageing_s: float = 10.0,
         place: Place | None = None,
         observer: DispatchObserver | None = None,
@@ -72,7 +66,8 @@ class Dispatcher:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._bus, self._view, self._fingerprint, self._gateway_id = bus, view, card_fingerprint, gateway_id
-        self._eos_token_ids, self._disaggregation, self._clock = eos_token_ids, disaggregation, clock
+        self._eos_token_ids, self._clock = eos_token_ids, clock
+        self._disaggregation = disaggregation or Disaggregation()
         self._retry_limits = retry_limits or RetryLimits()
         self._door_limits = door_limits or DoorLimits()
         self._observer = observer or SilentObserver()
@@ -109,14 +104,17 @@ class Dispatcher:
 
     @property
     def is_ready(self) -> bool:
-        """Whether a new request would be served: the bus answers and a pair is there (or requests are held)."""
+        """Whether any new request would be served: the bus answers and a pair is there (or requests are held).
+
+        Without disaggregation a decode worker is enough.
+        """
         can_hold = self._door_limits.max_held_requests > 0
-        return self._bus.is_up and not self._is_draining and (can_hold or self._has_workers(self._disaggregation))
+        return self._bus.is_up and not self._is_draining and (can_hold or any(self._usable()))
 
     @property
     def max_total_tokens(self) -> int | None:
         """Prompt and output tokens that every pair can hold; None while there is no pair."""
-        prefill, decode = self._router.pairs(self._view.workers)
+        prefill, decode = self._usable()
         usable = [worker.num_blocks * worker.block_size for worker in prefill]
         usable += [(worker.num_blocks - 1) * worker.block_size for worker in decode]
         return min([*usable, *(worker.max_model_len for worker in [*prefill, *decode])], default=None)
@@ -132,7 +130,7 @@ class Dispatcher:
         Raises:
             InvalidRequestError: it can never fit.
             OverloadedError: the queue is full, or the wait would outlast the deadline.
-            UnavailableError: no pair of workers, no bus, or this gateway is shutting down.
+            UnavailableError: no workers for it, no bus, or this gateway is shutting down.
         """
         now_s = self._clock()
         demand = self._demand(request)
@@ -141,7 +139,8 @@ class Dispatcher:
             if refusal.error.status != 400:
                 self._observer.shed(refusal.reason)
             raise refusal.error
-        guesses = (self._placement.num_guessed_tokens(demand, w) for w in self._router.pairs(self._view.workers)[0])
+        computing = self._placement.computing(demand, self._view.workers)
+        guesses = (self._placement.num_guessed_tokens(demand, worker) for worker in computing)
         self._observer.predicted_cached_tokens(max(guesses, default=0))
         generation = self._open(request, demand, now_s)
         self._pump_now(now_s)
@@ -167,29 +166,28 @@ class Dispatcher:
     # --- requests in and out
 
     def _demand(self, request: GenerationRequest) -> Demand:
-        mode = request.disaggregation if request.disaggregation != "auto" else self._disaggregation
         return Demand(
             request.prompt_token_ids,
             num_choices=request.n,
             will_decode=request.sampling.max_tokens > 1,
-            is_local=mode == "never",
+            is_local=self._disaggregation.is_local(request),
             cache_salt=request.cache_salt,
             pinned_prefill=request.pinned_prefill,
             pinned_decode=request.pinned_decode,
         )
 
     def _door_view(self, demand: Demand, now_s: float) -> DoorView:
-        prefill, _ = self._router.pairs(self._view.workers)
-        outstanding = sum(self._placement.prefill_windows.total(ref_of(worker)) for worker in prefill)
+        computing = self._placement.computing(demand, self._view.workers)
+        outstanding = sum(self._placement.prefill_windows.total(ref_of(worker)) for worker in computing)
         return DoorView(
             now_s=now_s,
             num_queued_requests=len(self._pump.queue),
             num_queued_tokens=self._pump.queue.num_tokens,
             max_total_tokens=self.max_total_tokens,
             has_workers=self._placement.has_workers(demand, self._view.workers),
-            is_stream_full=bool(prefill) and all(self._is_inbox_full(ref_of(worker)) for worker in prefill),
+            is_stream_full=bool(computing) and all(self._is_inbox_full(ref_of(worker)) for worker in computing),
             num_tokens_ahead=self._pump.queue.num_tokens + outstanding,
-            prefill_tokens_per_s=sum(worker.load.tokens_per_s for worker in prefill),
+            prefill_tokens_per_s=sum(worker.load.tokens_per_s for worker in computing),
             bus_down_s=self._bus_down_s(now_s),
             is_draining=self._is_draining,
         )
@@ -301,9 +299,12 @@ class Dispatcher:
     def _note_new_server(self) -> None:
         self._bus_epoch += 1
 
-    def _has_workers(self, mode: Disaggregation) -> bool:
-        demand = Demand([], num_choices=1, will_decode=True, is_local=mode == "never")
-        return self._placement.has_workers(demand, self._view.workers)
+    def _usable(self) -> Pairs:
+        """(prefill, decode) workers that requests are sent to; without disaggregation prefill workers are none."""
+        workers = self._view.workers
+        if self._disaggregation.needs_pairs:
+            return self._router.pairs(workers)
+        return [], self._router.ready(workers, Role.DECODE)
 
     def _is_inbox_full(self, worker: WorkerRef) -> bool:
         return self._bus.is_stream_full(self._bus.keys.inbox(*worker))

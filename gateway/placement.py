@@ -72,8 +72,12 @@ class Placement:
     def has_workers(self, demand: Demand, workers: Workers) -> bool:
         """Whether anybody could serve this demand, now or when there is room."""
         if demand.is_local:
-            return bool(self.router.ready(workers, Role.DECODE))
+            return bool(_pinned_decode(self.router.ready(workers, Role.DECODE), demand))
         return bool(_pinned(*self.router.pairs(workers), demand)[0])
+
+    def computing(self, demand: Demand, workers: Workers) -> list[WorkerRegistration]:
+        """Workers of the role that computes the prompt."""
+        return self.router.ready(workers, Role.DECODE) if demand.is_local else self.router.pairs(workers)[0]
 
     # --- prompts
 
@@ -96,6 +100,23 @@ class Placement:
         ref = ref_of(chosen)
         if ref in blocked or not self._has_prefill_room(demand, chosen):
             blocked.add(ref)
+            return Wait.NO_ROOM
+        return chosen
+
+    def find_local(
+        self, demand: Demand, workers: Workers, now_s: float, blocked: set[WorkerRef]
+    ) -> WorkerRegistration | Wait:
+        """The D that computes a prompt itself. `blocked`: as for `find_prefill`."""
+        decode = _pinned_decode(self.router.ready(workers, Role.DECODE), demand)
+        if not decode:
+            return Wait.NO_PAIR
+        signatures = {worker.kv_signature for worker in decode}
+        roomy = {signature for signature in signatures if self._has_decode_room(demand, signature, decode)}
+        candidates = [worker for worker in self._with_room(demand, decode) if worker.kv_signature in roomy]
+        free = [worker for worker in candidates if ref_of(worker) not in blocked]
+        chosen = self.router.choose_decode(free, lambda worker: self._decode_load(demand, worker), now_s, None)
+        if chosen is None:
+            blocked.update(map(ref_of, decode))
             return Wait.NO_ROOM
         return chosen
 
@@ -126,22 +147,16 @@ class Placement:
         demand: Demand,
         workers: Workers,
         now_s: float,
-        prefill: WorkerRegistration | None,
+        prefill: WorkerRegistration,
         refused: Collection[WorkerRef] = (),
     ) -> WorkerRegistration | Wait:
-        """The D for a hand-off from `prefill`, or for a sequence without hand-off."""
-        ready = self.router.ready(workers, Role.DECODE)
-        if prefill is not None:
-            ready = [worker for worker in ready if worker.kv_signature == prefill.kv_signature]
+        """The D for a hand-off from `prefill`."""
+        ready = [w for w in self.router.ready(workers, Role.DECODE) if w.kv_signature == prefill.kv_signature]
         usable = [worker for worker in ready if ref_of(worker) not in refused]
         if not usable:
             return Wait.ALL_REFUSED if ready else Wait.NO_PAIR
         pinned = [worker for worker in usable if worker.worker_id == demand.pinned_decode]
-        candidates = [
-            worker
-            for worker in pinned or usable
-            if self._free_blocks(worker, demand) > 0 and not self._is_inbox_full(ref_of(worker))
-        ]
+        candidates = self._with_room(demand, pinned or usable)
         chosen = self.router.choose_decode(candidates, lambda worker: self._decode_load(demand, worker), now_s, prefill)
         return chosen if chosen is not None else Wait.NO_ROOM
 
@@ -184,6 +199,14 @@ class Placement:
         num_free = sum(self._free_blocks(worker, demand) for worker in pool)
         return is_idle or not needed or self._num_unbound_blocks[kv_signature] + needed <= num_free
 
+    def _with_room(self, demand: Demand, decode: list[WorkerRegistration]) -> list[WorkerRegistration]:
+        """Those that can take one sequence of this demand now."""
+        return [
+            worker
+            for worker in decode
+            if self._free_blocks(worker, demand) > 0 and not self._is_inbox_full(ref_of(worker))
+        ]
+
     def _free_blocks(self, worker: WorkerRegistration, demand: Demand) -> int:
         """Blocks that one sequence of this demand may use there; 0: it has to wait. An idle D takes any one."""
         ref, needed = ref_of(worker), demand.num_decode_blocks(worker.block_size)
@@ -223,3 +246,9 @@ def _pinned(
     if only_prefill and only_decode:
         return only_prefill, only_decode
     return ([], []) if demand.is_pin_strict else (prefill, decode)
+
+
+def _pinned_decode(decode: list[WorkerRegistration], demand: Demand) -> list[WorkerRegistration]:
+    """The same for a prompt that its decode worker computes."""
+    only = [worker for worker in decode if demand.pinned_decode in (None, worker.worker_id)]
+    return only if only or demand.is_pin_strict else decode

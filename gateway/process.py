@@ -17,7 +17,7 @@ import signal
 import socket
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, cast
 
 from prometheus_client import CollectorRegistry
 
@@ -28,6 +28,7 @@ from pdserve.faults import Faults
 from pdserve.gateway.app import create_app, create_system_app
 from pdserve.gateway.chat_prompt import ChatPrompts
 from pdserve.gateway.counting import GatewayCounting
+from pdserve.gateway.disaggregation import Disaggregation, Mode
 from pdserve.gateway.dispatch import Dispatcher
 from pdserve.gateway.door import DoorLimits
 from pdserve.gateway.frontend import Frontend, FrontendLimits
@@ -238,8 +239,23 @@ def _dispatcher(
             redispatch_wait_s=settings.redispatch_wait_s,
             is_holding=settings.hold_requests > 0,
         ),
+        disaggregation=disaggregation_of(settings),
         observer=counting,
     )
+
+
+def disaggregation_of(settings: GatewaySettings) -> Disaggregation:
+    """LOCAL_PREFILL=never leaves prefill workers only.
+
+    Raises:
+        SettingError: then nobody would be left.
+    """
+    mode = settings.disaggregation
+    if settings.local_prefill == "never":
+        if mode == "never":
+            raise SettingError("LOCAL_PREFILL", "never", "auto, for with DISAGGREGATION=never nobody else prefills")
+        mode = "always"
+    return Disaggregation(cast(Mode, mode), settings.min_remote_tokens)
 
 
 def _limits(settings: GatewaySettings) -> FrontendLimits:

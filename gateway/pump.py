@@ -151,7 +151,7 @@ class Pump:
     ) -> bool:
         demand = entry.item[0].demand
         if demand.is_local:
-            found = self._placement.find_decode(demand, workers, now_s, None)
+            found = self._placement.find_local(demand, workers, now_s, blocked)
         else:
             found = self._placement.find_prefill(demand, workers, now_s, blocked)
         if isinstance(found, Wait):
@@ -183,6 +183,7 @@ class Pump:
         if attempt is None or not attempt.wants_decode:
             self._wanting.pop(live.key, None)
             return
+        assert live.prefill is not None, f"{attempt.key} has no prefill worker to hand over from"
         found = self._placement.find_decode(live.demand, workers, now_s, live.prefill, attempt.refused)
         if found is Wait.ALL_REFUSED:
             self._wanting.pop(live.key, None)

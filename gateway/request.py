@@ -10,15 +10,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
 
 from pdserve.errors import RequestError
 from pdserve.gateway.waterfall import Waterfall
 from pdserve.messages import TokenLogprobs
 from pdserve.sampling_params import SamplingParams
-
-Disaggregation = Literal["auto", "always", "never"]
-"""auto and always: a prefill worker computes the prompt; never: the decode worker does both."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +34,6 @@ class GenerationRequest:
     pinned_prefill: str | None = None
     """Worker id; only with test hooks on."""
     pinned_decode: str | None = None
-    disaggregation: Disaggregation = "auto"
 
 
 @dataclass(slots=True)

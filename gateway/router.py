@@ -140,7 +140,7 @@ class Router:
         now_s: float,
         prefill: WorkerRegistration | None,
     ) -> WorkerRegistration | None:
-        """The D with the lower expected step time among two random ones; near `prefill` when equal."""
+        """The D with the lower expected step time among two random ones; near `prefill`, if any, when equal."""
         usable = self._unavoided(candidates, ref_of(prefill) if prefill is not None else None, now_s)
         fallback_s = _mean(worker.load.step_s for worker in usable) or 1.0
 

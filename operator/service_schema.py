@@ -88,13 +88,17 @@ def service_spec() -> Schema:
                 "When prefill and decode run in different workers.",
                 {
                     "mode": choice(
-                        "Auto decides for each prompt; Always and Never do not.",
+                        "Who computes prompts. Always: prefill workers. Never: decode workers, without a hand-off. "
+                        "Auto: prefill workers, but for prompts shorter than minRemoteTokens.",
                         "Auto",
                         "Always",
                         "Never",
                         default="Auto",
                     ),
-                    "minRemoteTokens": integer("Shorter prompts are computed by the decode worker (mode Auto)."),
+                    "minRemoteTokens": integer(
+                        "Shorter prompts are computed by the decode worker (mode Auto, failure.localPrefill Auto). "
+                        "Default: none is."
+                    ),
                 },
                 is_defaulted=True,
             ),
@@ -104,7 +108,7 @@ def service_spec() -> Schema:
                     "maxAttempts": integer("Dispatches of one sequence, the first included.", 3, minimum=1, maximum=10),
                     "deadline": duration("A request ends by then, whatever happens.", "10m"),
                     "localPrefill": choice(
-                        "Whether a decode worker computes a prompt itself when a hand-off fails.",
+                        "Whether a decode worker may compute a prompt itself, as when a hand-off fails.",
                         "Auto",
                         "Never",
                         default="Auto",

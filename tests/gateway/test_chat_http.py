@@ -299,7 +299,7 @@ async def test_the_request_that_reaches_the_dispatcher(tiny_model_dir: Path) -> 
         "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
     )
     assert request.sampling.max_tokens == 100 - len(request.prompt_token_ids)
-    assert (request.pinned_prefill, request.pinned_decode, request.disaggregation) == (None, None, "auto")
+    assert (request.pinned_prefill, request.pinned_decode) == (None, None)
     assert (request.cache_salt, request.priority) == ("x", 3)
     assert request.deadline_s == request.received_s + 600
     assert too_long.status_code == 400

@@ -100,16 +100,56 @@ def test_small_prompts_do_not_overtake_a_large_one_that_waits_for_the_decode_poo
 def test_what_a_decode_worker_has_reported_as_used_is_not_subtracted_twice() -> None:
     p, worker = placement(), decode(window=14)
     p.take_decode("a", demand(20), worker, 0.0)
-    assert p.find_decode(demand(40, 50), pool(worker), 1.0, None) is Wait.NO_ROOM
+    assert p.find_decode(demand(40, 50), pool(worker), 1.0, prefill()) is Wait.NO_ROOM
     p.refresh(worker, 1.0)
-    assert worker_id(p.find_decode(demand(40, 50), pool(worker), 1.0, None)) == "D"
+    assert worker_id(p.find_decode(demand(40, 50), pool(worker), 1.0, prefill())) == "D"
 
 
 def test_an_idle_decode_worker_always_takes_one() -> None:
     p, worker = placement(), decode(window=0)
-    assert worker_id(p.find_decode(demand(20), pool(worker), 0.0, None)) == "D"
+    assert worker_id(p.find_decode(demand(20), pool(worker), 0.0, prefill())) == "D"
     p.take_decode("a", demand(20), worker, 0.0)
-    assert p.find_decode(demand(20, 50), pool(worker), 0.0, None) is Wait.NO_ROOM
+    assert p.find_decode(demand(20, 50), pool(worker), 0.0, prefill()) is Wait.NO_ROOM
+
+
+def test_a_prompt_that_is_computed_where_it_is_decoded_needs_no_prefill_worker() -> None:
+    p, workers = placement(), pool(decode("d1", window=14), decode("d2", window=40))
+    assert p.has_workers(demand(is_local=True), workers)
+    assert [worker.worker_id for worker in p.computing(demand(is_local=True), workers)] == ["d1", "d2"]
+    p.take_decode("a", demand(40), workers["d1"], 0.0)
+    for number in range(10):
+        local = demand(20, 50 + number, is_local=True)
+        assert worker_id(p.find_local(local, workers, 0.0, set())) == "d2", "the other one is full"
+    assert p.find_local(demand(is_local=True), pool(prefill()), 0.0, set()) is Wait.NO_PAIR
+
+
+def test_a_small_local_prompt_does_not_overtake_a_large_one_that_waits() -> None:
+    p, workers = placement(), pool(decode(window=10))
+    p.take_decode("first", demand(12), workers["D"], 0.0)
+    blocked: set[WorkerRef] = set()
+    assert p.find_local(demand(28, 100, is_local=True), workers, 0.0, blocked) is Wait.NO_ROOM
+    assert p.find_local(demand(4, 200, is_local=True), workers, 0.0, blocked) is Wait.NO_ROOM
+    assert worker_id(p.find_local(demand(4, 200, is_local=True), workers, 0.0, set())) == "D"
+
+
+def test_a_local_prompt_leaves_room_for_hand_offs_on_their_way() -> None:
+    p, workers = placement(), pool(prefill(window=10_000), decode(window=14))
+    p.take_prefill("on its way", demand(40), workers["P"], 0.0)
+    assert p.find_local(demand(20, 50, is_local=True), workers, 0.0, set()) is Wait.NO_ROOM
+    p.release_unbound("on its way")
+    assert worker_id(p.find_local(demand(20, 50, is_local=True), workers, 0.0, set())) == "D"
+
+
+def test_a_local_prompt_goes_to_its_pinned_decode_worker_alone() -> None:
+    p, workers = placement(), pool(decode("d1"), decode("d2"))
+    for number in range(10):
+        pinned = demand(20, number, is_local=True, pinned_decode="d2")
+        assert worker_id(p.find_local(pinned, workers, 0.0, set())) == "d2"
+    missing = demand(is_local=True, pinned_decode="d9")
+    assert p.find_local(missing, workers, 0.0, set()) is Wait.NO_PAIR
+    assert not p.has_workers(missing, workers)
+    missing.is_pin_strict = False
+    assert not isinstance(p.find_local(missing, workers, 0.0, set()), Wait)
 
 
 def test_the_last_token_needs_no_room_for_decoding() -> None:

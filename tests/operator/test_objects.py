@@ -58,6 +58,23 @@ def test_every_process_accepts_its_settings(role: str) -> None:
     assert settings.metrics_port == 9100
 
 
+def test_who_computes_prompts_reaches_the_gateway_and_the_decode_workers() -> None:
+    made = plan(disaggregation={"mode": "Never"})
+    gateway: Any = load(GatewaySettings, [], env_of(made, "gateway"))
+    assert (gateway.disaggregation, gateway.min_remote_tokens, gateway.local_prefill) == ("never", 0, "auto")
+    made = plan(disaggregation={"minRemoteTokens": 48}, failure={"localPrefill": "Never"})
+    gateway = load(GatewaySettings, [], env_of(made, "gateway"))
+    decode: Any = load(DecodeSettings, [], env_of(made, "decode"))
+    assert (gateway.disaggregation, gateway.min_remote_tokens) == ("auto", 48)
+    assert gateway.local_prefill == decode.local_prefill == "never"
+
+
+def test_all_processes_count_on_the_same_lease() -> None:
+    made = plan(transfer={"lease": "3s"})
+    leases = {role: load(CLASSES[role], [], env_of(made, role)).kv_lease_s for role in CLASSES}  # type: ignore[attr-defined]
+    assert leases == {"gateway": 3.0, "prefill": 3.0, "decode": 3.0}
+
+
 def test_children_have_the_names_that_outsiders_rely_on() -> None:
     made = plan()
     names = {(item["kind"], item["metadata"]["name"]) for item in [*made.others, made.gateway, *made.pools.values()]}

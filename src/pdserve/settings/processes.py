@@ -105,6 +105,19 @@ class GatewaySettings(ProcessSettings):
     """HTTP in, tokens out."""
 
     port: int = setting(8000, port, "Port of the API; 0 = any free one.", why="What clients of such servers try first.")
+    disaggregation: str = setting(
+        "auto",
+        choice("auto", "always", "never"),
+        "Prompts are computed by prefill workers; with never by decode workers, with auto the short ones are.",
+        why="Short ones only when MIN_REMOTE_TOKENS says which.",
+    )
+    min_remote_tokens: int = setting(
+        0, integer(0), "With DISAGGREGATION=auto decode workers compute shorter prompts themselves; 0 = none.",
+        unit="tokens", why="Decoding is disturbed by no prompt.",
+    )  # fmt: skip
+    local_prefill: str = setting(
+        "auto", choice("auto", "never"), "Whether decode workers may compute prompts; as theirs.", why="As theirs."
+    )
     request_deadline_s: float = setting(
         600.0, seconds, "A request ends by then.", unit="s", why="Long answers on a CPU take minutes."
     )
