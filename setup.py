@@ -12,6 +12,7 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError
 
 SOURCES = Path("kernels/cpu")
 COMMON_FLAGS = (
@@ -19,9 +20,12 @@ COMMON_FLAGS = (
     # One rounding per operation as written, in every copy of a loop: results do not depend on the batch.
     *("-ffp-contract=off", "-fno-math-errno"),
 )
+AVX512_FLAGS = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma")
+BF16_SOURCE = "step_avx512_bf16.cpp"
 ISA_FLAGS = {
     "step_avx2.cpp": ("-mavx2", "-mfma"),
-    "step_avx512.cpp": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma"),
+    "step_avx512.cpp": AVX512_FLAGS,
+    BF16_SOURCE: (*AVX512_FLAGS, "-mavx512bf16"),
 }
 IS_X86 = platform.machine().lower() in {"x86_64", "amd64"}
 
@@ -31,12 +35,25 @@ class BuildKernels(build_ext):
 
     def build_extension(self, ext: Extension) -> None:
         """Compile and link `ext`; failures are reported and forgiven by the base class (the extension is optional)."""
-        objects = []
-        for source in ext.sources:
-            flags = ISA_FLAGS.get(Path(source).name, ()) if IS_X86 else ()
-            objects += self.compiler.compile(
-                [source], output_dir=self.build_temp, extra_postargs=[*COMMON_FLAGS, *flags], depends=ext.depends
-            )
+        objects, macros = [], []
+        # This one comes first: without a compiler that knows its instructions, the others are built without it.
+        for source in sorted(ext.sources, key=lambda path: Path(path).name != BF16_SOURCE):
+            name = Path(source).name
+            flags = ISA_FLAGS.get(name, ()) if IS_X86 else ()
+            try:
+                objects += self.compiler.compile(
+                    [source],
+                    output_dir=self.build_temp,
+                    macros=macros,
+                    extra_postargs=[*COMMON_FLAGS, *flags],
+                    depends=ext.depends,
+                )
+            except CompileError:
+                if name != BF16_SOURCE:
+                    raise
+                self.warn("this compiler knows no AVX512-BF16: bf16 weights will be widened instead")
+            else:
+                macros += [("PDS_HAS_AVX512_BF16", None)] if name == BF16_SOURCE else []
         self.compiler.link_shared_object(
             objects, self.get_ext_fullpath(ext.name), extra_postargs=["-pthread"], target_lang="c++"
         )

@@ -11,7 +11,7 @@ import functools
 import os
 from pathlib import Path
 
-F32, BF16, I8, F16 = 0, 1, 2, 3
+F32, BF16, I8, F16, BF16_PAIRS = 0, 1, 2, 3, 4
 PANEL = 32
 """Columns of a panel of packed weights."""
 GATE_GROUP = 16
@@ -23,7 +23,7 @@ _i64 = ctypes.c_int64
 
 
 class Matrix(ctypes.Structure):
-    """PdsMatrix: panels `[ceil(n / 32)][k][32]`, scale and bias `[n]`."""
+    """PdsMatrix: panels `[ceil(n / 32)][k][32]`, or `[ceil(n / 32)][ceil(k / 2)][32][2]`; scale and bias `[n]`."""
 
     _fields_ = (("panels", _address), ("scale", _address), ("bias", _address), ("k", _i32), ("n", _i32))
 
@@ -92,6 +92,7 @@ def load_library() -> ctypes.CDLL:
     library.pds_create.argtypes, library.pds_create.restype = (_i32, ctypes.c_char_p), _address
     library.pds_destroy.argtypes, library.pds_destroy.restype = (_address,), None
     library.pds_isa.argtypes, library.pds_isa.restype = (_address,), ctypes.c_char_p
+    library.pds_packed_type.argtypes, library.pds_packed_type.restype = (_address, _i32), _i32
     library.pds_step.argtypes = (_address, ctypes.POINTER(Model), ctypes.POINTER(Batch))
     library.pds_step.restype = _i32
     library.pds_pack.argtypes = (
@@ -108,7 +109,7 @@ def load_library() -> ctypes.CDLL:
 
 
 class CpuContext:
-    """A team of threads with its working memory, on one instruction set (avx512 | avx2 | portable).
+    """A team of threads with its working memory, on one instruction set (avx512_bf16 | avx512 | avx2 | portable).
 
     Called from one thread at a time.
 
@@ -142,6 +143,10 @@ class CpuContext:
         """
         if self._library.pds_step(self._handle, ctypes.byref(model), ctypes.byref(batch)):
             raise MemoryError(f"no memory for the intermediate results of {batch.num_rows} rows")
+
+    def packed_type(self, weight_type: int) -> int:
+        """The type in which `step` wants weights of this type packed; BF16 may become BF16_PAIRS."""
+        return int(self._library.pds_packed_type(self._handle, weight_type))
 
     def read_gb_per_s(self, address: int, num_floats: int) -> float:
         """Rate at which all threads together read memory once."""

@@ -20,15 +20,21 @@ bool has(const Isa& isa) {
 #if defined(__x86_64__)
     __builtin_cpu_init();
     if (&isa == &kAvx2Isa) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-    if (&isa == &kAvx512Isa)
-        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-               __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+    const bool has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+    if (&isa == &kAvx512Isa) return has_avx512;
+#if defined(PDS_HAS_AVX512_BF16)
+    if (&isa == &kAvx512Bf16Isa) return has_avx512 && __builtin_cpu_supports("avx512bf16");
+#endif
 #endif
     return &isa == &kPortableIsa;
 }
 
 const Isa* const kAll[] = {
 #if defined(__x86_64__)
+#if defined(PDS_HAS_AVX512_BF16)
+    &kAvx512Bf16Isa,
+#endif
     &kAvx512Isa, &kAvx2Isa,
 #endif
     &kPortableIsa};
@@ -71,6 +77,10 @@ PdsContext* pds_create(int32_t num_threads, const char* isa) {
 void pds_destroy(PdsContext* context) { delete context; }
 
 const char* pds_isa(const PdsContext* context) { return context->isa->name; }
+
+int32_t pds_packed_type(const PdsContext* context, int32_t weight_type) {
+    return weight_type == kBf16 ? context->isa->packed_bf16 : weight_type;
+}
 
 int32_t pds_step(PdsContext* context, const PdsModel* model, const PdsBatch* batch) {
     Step step{};

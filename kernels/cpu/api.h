@@ -3,7 +3,8 @@
 //
 // Packed weights: panels of 32 output columns, [ceil(N / 32)][K][32], columns beyond N zero. All matrices are
 // y[M][N] = x[M][K] . w[N][K]^T. gate and up are interleaved in groups of 16 columns, so that one panel holds
-// 16 gate columns and the 16 up columns that belong to them.
+// 16 gate columns and the 16 up columns that belong to them. In pairs, panels are [ceil(N / 32)][ceil(K / 2)][32][2]:
+// two neighbouring k of a column lie side by side, the last one zero when K is odd.
 #pragma once
 #include <cstdint>
 
@@ -18,7 +19,9 @@ constexpr int kGateGroup = 16;       // columns of gate, then of up, inside one 
 constexpr int kKeyTile = 64;         // tokens whose scores exist at a time
 constexpr int kSplitTokens = 512;    // attention over a context is computed in splits of this many tokens, then merged
 
-enum PdsType : int32_t { kF32 = 0, kBf16 = 1, kI8 = 2, kF16 = 3 };
+enum PdsType : int32_t { kF32 = 0, kBf16 = 1, kI8 = 2, kF16 = 3, kBf16Pairs = 4 };
+
+struct Pair { uint16_t even, odd; };   // bf16 values of two neighbouring k
 
 struct PdsMatrix {
     const void* panels;   // packed, PdsModel.weight_type
@@ -66,10 +69,11 @@ struct PdsBatch {
 
 struct PdsContext;
 
-PDS_API const char* pds_best_isa();                                      // avx512 | avx2 | portable
+PDS_API const char* pds_best_isa();                                      // avx512_bf16 | avx512 | ...
 PDS_API PdsContext* pds_create(int32_t num_threads, const char* isa);    // null: this machine lacks that ISA
 PDS_API void pds_destroy(PdsContext*);
 PDS_API const char* pds_isa(const PdsContext*);
+PDS_API int32_t pds_packed_type(const PdsContext*, int32_t weight_type);  // in which its steps want weights packed
 PDS_API int32_t pds_step(PdsContext*, const PdsModel*, const PdsBatch*); // 0, or 1: out of memory
 
 // Packs rows of a row-major [rows][k] matrix into panels. Source row r becomes output column

@@ -140,7 +140,8 @@ static void write_kv(const Step& step, const PdsLayer& layer, const LayerCache<K
     }
 }
 
-template <class KV>
+// `Operand`: words of the operand that its results become
+template <class KV, class Operand>
 class Attention {
 public:
     Attention(const Step& step, const PdsLayer& layer, int layer_index, float* scratch)
@@ -324,7 +325,8 @@ private:
     }
 
     void write_output(const AttentionItem& item) {
-        const int k_all = model_.num_heads * dim_;
+        const int steps = steps_of<Operand>(model_.num_heads * dim_), head_steps = steps_of<Operand>(dim_);
+        float values[512];
         for (int h = 0; h < item.num_heads; ++h)
             for (int i = 0; i < rows_per_head_; ++i) {
                 const int row = h * rows_per_head_ + i;
@@ -333,9 +335,11 @@ private:
                 const int start = step_.rows.start(tile), head = (item.first_head + h) * group_ + i % group_;
                 const float inverse = 1.0f / v_sum(v_load(whole_.sum + row * kWidth));
                 const float* acc = whole_.acc + row * dim_;
-                float* target = step_.attended + static_cast<int64_t>(start) * k_all +
-                                static_cast<int64_t>(head) * dim_ * size + batch_row - start;
-                for (int d = 0; d < dim_; ++d) target[d * size] = acc[d] * inverse;
+                for (int d = 0; d < dim_; ++d) values[d] = acc[d] * inverse;
+                put(values, dim_,
+                    reinterpret_cast<Operand*>(step_.attended) + static_cast<int64_t>(start) * steps +
+                        static_cast<int64_t>(head) * head_steps * size + batch_row - start,
+                    size);
             }
     }
 

@@ -45,6 +45,10 @@ void write_column(const float* row, int64_t k, void* panel, int32_t type, int la
     } else if (type == kBf16) {
         uint16_t* target = static_cast<uint16_t*>(panel) + lane;
         for (int64_t i = 0; i < k; ++i) target[i * kPanel] = to_bf16(row[i]);
+    } else if (type == kBf16Pairs) {
+        Pair* target = static_cast<Pair*>(panel) + lane;
+        for (int64_t i = 0; i < k; i += 2)
+            target[i / 2 * kPanel] = {to_bf16(row[i]), i + 1 < k ? to_bf16(row[i + 1]) : uint16_t{0}};
     } else {
         float highest = 0;
         for (int64_t i = 0; i < k; ++i) highest = std::fmax(highest, std::fabs(row[i]));
@@ -58,12 +62,14 @@ void write_column(const float* row, int64_t k, void* panel, int32_t type, int la
 
 void pds_pack(const void* source, int32_t source_type, int64_t rows, int64_t k, int64_t k_packed, void* panels,
               int32_t type, float* scale, int64_t group, int64_t stride, int64_t offset, int32_t num_threads) {
-    const int64_t element = type == kF32 ? 4 : type == kBf16 ? 2 : 1;
+    const bool is_paired = type == kBf16Pairs;
+    const int64_t element = type == kF32 || is_paired ? 4 : type == kBf16 ? 2 : 1;
+    const int64_t panel_bytes = (is_paired ? (k_packed + 1) / 2 : k_packed) * kPanel * element;
     auto work = [&](int64_t first, int64_t last) {
         std::vector<float> row(k);
         for (int64_t r = first; r < last; ++r) {
             const int64_t column = r / group * stride + offset + r % group;
-            char* panel = static_cast<char*>(panels) + column / kPanel * k_packed * kPanel * element;
+            char* panel = static_cast<char*>(panels) + column / kPanel * panel_bytes;
             read_row(source, source_type, r, k, row.data());
             write_column(row.data(), k, panel, type, static_cast<int>(column % kPanel), scale ? scale + column : nullptr);
         }

@@ -3,6 +3,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "operand.h"
 #include "plan.h"
 
 namespace {
@@ -40,11 +41,19 @@ static inline float inverse_rms(const float* x, int n, int padded, float eps) {
     return 1.0f / sqrtf(v_sum(sum) / static_cast<float>(n) + eps);
 }
 
-// Norm of one row into a packed operand (element k at target[k * stride])
-static inline void norm_row(const float* x, const float* weight, int n, int padded, float eps, float* target,
+// Norm of one row into a packed operand
+template <class Word>
+static inline void norm_row(const float* x, const float* weight, int n, int padded, float eps, Word* target,
                             int stride) {
+    constexpr int piece = 256;
     const float r = inverse_rms(x, n, padded, eps);
-    for (int i = 0; i < n; ++i) target[static_cast<int64_t>(i) * stride] = x[i] * r * weight[i];
+    for (int first = 0; first < n; first += piece) {
+        const int count = n - first < piece ? n - first : piece;
+        float values[piece];
+        for (int i = 0; i < count; ++i) values[i] = x[first + i] * r * weight[first + i];
+        put(values, count, target, stride);
+        target += static_cast<int64_t>(piece / kDepth<Word>) * stride;
+    }
 }
 
 // One head's query or key: optional RMS norm, rotation of halves, factor. source and target differ.

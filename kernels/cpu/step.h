@@ -11,8 +11,8 @@ public:
     Runner(const Step& step, int thread)
         : step_(step), model_(*step.model), batch_(*step.batch),
           team_{step.pool, step.counters, thread, step.pool->num_threads()},
-          own_operand_(step.scratch + static_cast<int64_t>(thread) * step.scratch_floats),
-          products_(own_operand_ + kMaxRows * step.hidden_padded), rest_(products_ + kBlockRows * kPanel) {}
+          scratch_(step.scratch + static_cast<int64_t>(thread) * step.scratch_floats),
+          products_(scratch_ + kMaxRows * step.hidden_padded), rest_(products_ + kBlockRows * kPanel) {}
 
     void run() {
         for (int row = team_.thread; row < batch_.num_rows; row += team_.threads)
@@ -23,6 +23,8 @@ public:
     }
 
 private:
+    // Memory for floats holds words just as well.
+    static Word<T>* words(float* memory) { return reinterpret_cast<Word<T>*>(memory); }
     float* row_of(int row) const { return step_.x + static_cast<int64_t>(row) * step_.hidden_padded; }
 
     void run_layer(int index) {
@@ -35,7 +37,7 @@ private:
                     v_store(x, v_add(v_load(x), v_load(y + i * kPanel + c)));
                 }
         };
-        const float* operand = normed(step_.rows, nullptr, layer.attention_norm);
+        const Word<T>* operand = normed(step_.rows, nullptr, layer.attention_norm);
         multiply<T>(team_, operand, step_.rows, layer.qkv, &layer.o, products_,
                     [&](int start, int rows, int panel, const float* y) {
                         for (int i = 0; i < rows; ++i)
@@ -44,7 +46,7 @@ private:
                     });
         team_.next_phase();
         attend(layer, index);
-        multiply<T>(team_, step_.attended, step_.rows, layer.o, &layer.gate_up, products_, add);
+        multiply<T>(team_, words(step_.attended), step_.rows, layer.o, &layer.gate_up, products_, add);
         team_.next_phase();
         operand = normed(step_.rows, nullptr, layer.mlp_norm);
         multiply<T>(team_, operand, step_.rows, layer.gate_up, &layer.down, products_,
@@ -52,7 +54,7 @@ private:
                         activate(layer, start, rows, panel, y);
                     });
         team_.next_phase();
-        multiply<T>(team_, step_.activated, step_.rows, layer.down, &following, products_, add);
+        multiply<T>(team_, words(step_.activated), step_.rows, layer.down, &following, products_, add);
         team_.next_phase();
     }
 
@@ -67,7 +69,7 @@ private:
             }
             team_.next_phase();
         }
-        Attention<KV> attention(step_, layer, index, rest_);
+        Attention<KV, Word<T>> attention(step_, layer, index, rest_);
         for (int i = team_.first(); i < step_.num_items; i = team_.claim()) attention.run(step_.items[i]);
         team_.next_phase();
     }
@@ -84,34 +86,35 @@ private:
     // One panel: 16 gate columns, then their 16 up columns -> columns of the operand of `down`
     void activate(const PdsLayer& layer, int start, int rows, int panel, const float* y) const {
         const int tile = step_.rows.tile_of(start), size = step_.rows.size(tile);
-        float* target = step_.activated + static_cast<int64_t>(start) * layer.down.k +
-                        static_cast<int64_t>(panel) * kGateGroup * size;
+        Word<T>* target = words(step_.activated) + static_cast<int64_t>(start) * steps_of<T>(layer.down.k) +
+                          static_cast<int64_t>(panel) * steps_of<T>(kGateGroup) * size;
         for (int i = 0; i < rows; ++i) {
             float values[kGateGroup];
             for (int c = 0; c < kGateGroup; c += kWidth) {
                 const float* gate = y + i * kPanel + c;
                 v_store(values + c, v_mul(v_silu(v_load(gate)), v_load(gate + kGateGroup)));
             }
-            for (int c = 0; c < kGateGroup; ++c) target[c * size + i] = values[c];
+            put(values, kGateGroup, target + i, size);
         }
     }
 
     // Packed operand of normed rows. A single tile is made by every thread for itself: cheaper than meeting.
-    const float* normed(const Tiling& rows, const int32_t* picked, const float* weight) {
+    const Word<T>* normed(const Tiling& rows, const int32_t* picked, const float* weight) {
         const bool alone = rows.tiles == 1;
-        float* target = alone ? own_operand_ : step_.normed;
+        Word<T>* target = words(alone ? scratch_ : step_.normed);
+        const int steps = steps_of<T>(model_.hidden);
         for (int t = alone ? 0 : team_.first(); t < rows.tiles; t = alone ? t + 1 : team_.claim()) {
             const int start = rows.start(t), size = rows.size(t);
             for (int i = 0; i < size; ++i)
                 norm_row(row_of(picked ? picked[start + i] : start + i), weight, model_.hidden, step_.hidden_padded,
-                         model_.norm_eps, target + static_cast<int64_t>(start) * model_.hidden + i, size);
+                         model_.norm_eps, target + static_cast<int64_t>(start) * steps + i, size);
         }
         if (!alone) team_.next_phase();
         return target;
     }
 
     void run_head() {
-        const float* operand = normed(step_.logit_rows, batch_.logit_rows, model_.final_norm);
+        const Word<T>* operand = normed(step_.logit_rows, batch_.logit_rows, model_.final_norm);
         multiply<T>(team_, operand, step_.logit_rows, model_.head, nullptr, products_,
                     [&](int start, int rows, int panel, const float* y) {
                         for (int i = 0; i < rows; ++i)
@@ -124,7 +127,7 @@ private:
     const PdsModel& model_;
     const PdsBatch& batch_;
     Team team_;
-    float *own_operand_, *products_, *rest_;
+    float *scratch_, *products_, *rest_;
 };
 
 template <class T>
@@ -133,41 +136,5 @@ static void run_weights(const Step& step, int thread) {
         Runner<T, bf16>(step, thread).run();
     else
         Runner<T, float>(step, thread).run();
-}
-
-static void run_step(const Step& step, int thread) {
-    switch (step.model->weight_type) {
-        case kF32: return run_weights<float>(step, thread);
-        case kBf16: return run_weights<bf16>(step, thread);
-        default: return run_weights<int8_t>(step, thread);
-    }
-}
-
-// Multiply-adds on registers alone; returns a value that depends on all of them.
-static float burn(int64_t iterations) {
-    constexpr int chains = kWidth == 4 ? 6 : 12;
-    vec acc[chains];
-    for (int i = 0; i < chains; ++i) acc[i] = v_set(1.0f + 1e-3f * i);
-    vec b = v_set(0.999f), c = v_set(1e-4f);
-    for (int64_t k = 0; k < iterations; ++k) {
-        asm volatile("" : "+x"(b), "+x"(c));
-#pragma GCC unroll 12
-        for (int i = 0; i < chains; ++i) acc[i] = v_fma(acc[i], b, c);
-    }
-    float total = 0;
-    for (int i = 0; i < chains; ++i) total += v_sum(acc[i]);
-    return total;
-}
-static int64_t burn_flops(int64_t iterations) { return iterations * (kWidth == 4 ? 6 : 12) * kWidth * 2; }
-
-static float read_all(const float* data, int64_t count) {
-    vec a = v_zero(), b = v_zero(), c = v_zero(), d = v_zero();
-    for (int64_t i = 0; i + 4 * kWidth <= count; i += 4 * kWidth) {
-        a = v_add(a, v_load(data + i));
-        b = v_add(b, v_load(data + i + kWidth));
-        c = v_add(c, v_load(data + i + 2 * kWidth));
-        d = v_add(d, v_load(data + i + 3 * kWidth));
-    }
-    return v_sum(v_add(v_add(a, b), v_add(c, d)));
 }
 }  // namespace

@@ -2,7 +2,7 @@
 #if defined(__x86_64__)
 #include "isa.h"
 #include "simd_avx2.h"
-#include "step.h"
+#include "step_widening.h"
 
-const Isa kAvx2Isa = {"avx2", {kMaxRows, kWidth}, run_step, burn, burn_flops, read_all};
+const Isa kAvx2Isa = {"avx2", {kMaxRows, kWidth}, kBf16, run_step, burn, burn_flops, read_all};
 #endif

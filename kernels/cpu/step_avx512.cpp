@@ -3,7 +3,7 @@
 #define PDS_AVX512 1
 #include "isa.h"
 #include "simd_avx512.h"
-#include "step.h"
+#include "step_widening.h"
 
-const Isa kAvx512Isa = {"avx512", {kMaxRows, kWidth}, run_step, burn, burn_flops, read_all};
+const Isa kAvx512Isa = {"avx512", {kMaxRows, kWidth}, kBf16, run_step, burn, burn_flops, read_all};
 #endif

@@ -1,6 +1,6 @@
 #define PDS_PORTABLE 1
 #include "isa.h"
 #include "simd_portable.h"
-#include "step.h"
+#include "step_widening.h"
 
-const Isa kPortableIsa = {"portable", {kMaxRows, kWidth}, run_step, burn, burn_flops, read_all};
+const Isa kPortableIsa = {"portable", {kMaxRows, kWidth}, kBf16, run_step, burn, burn_flops, read_all};

@@ -43,6 +43,15 @@ def test_an_unknown_instruction_set_is_refused():
 
 
 @needs_kernels
+def test_weights_are_packed_in_pairs_only_where_pairs_are_multiplied():
+    widening = cpu_ops.CpuContext(1, "portable")
+    assert widening.packed_type(cpu_ops.BF16) == cpu_ops.BF16
+    best = cpu_ops.CpuContext(1)
+    assert best.packed_type(cpu_ops.BF16) == (cpu_ops.BF16_PAIRS if best.isa == "avx512_bf16" else cpu_ops.BF16)
+    assert [best.packed_type(kind) for kind in (cpu_ops.F32, cpu_ops.I8)] == [cpu_ops.F32, cpu_ops.I8]
+
+
+@needs_kernels
 def test_machine_limits_are_measured():
     context = cpu_ops.CpuContext(2)
     assert context.fma_gflops(100_000) > 0.1
@@ -84,6 +93,37 @@ def test_a_build_succeeds_with_and_without_a_compiler(tmp_path, compiler):
     )
     assert result.returncode == 0, result.stderr
     assert bool(list((tmp_path / "lib").rglob("_cpu_kernels*.so"))) == (compiler == "present")
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ here")
+@pytest.mark.parametrize("knows_bf16", [True, False])
+def test_a_compiler_without_bf16_products_builds_the_rest(tmp_path, knows_bf16):
+    tree = tmp_path / "tree"
+    (tree / "kernels" / "cpu").mkdir(parents=True)
+    shutil.copy(REPOSITORY / "setup.py", tree)
+    for source in (REPOSITORY / "kernels" / "cpu").glob("*.cpp"):  # whole sources take long to compile
+        (tree / "kernels" / "cpu" / source.name).write_text(_names_itself(source.stem))
+    if not knows_bf16:
+        (tree / "kernels" / "cpu" / "step_avx512_bf16.cpp").write_text("#error unknown instructions")
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "setup.py", "build_ext", "--build-lib", str(tmp_path / "lib")],
+        cwd=tree,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    (library,) = (tmp_path / "lib").rglob("_cpu_kernels*.so")
+    exported = ctypes.CDLL(str(library))
+    assert hasattr(exported, "step_avx512")
+    assert hasattr(exported, "step_avx512_bf16") == hasattr(exported, "api_has_bf16") == knows_bf16
+
+
+def _names_itself(stem: str) -> str:
+    """A source that exports its name, and whether it was told that there are bf16 products."""
+    visible = '__attribute__((visibility("default"))) void'
+    told = f'\n#ifdef PDS_HAS_AVX512_BF16\nextern "C" {visible} {stem}_has_bf16() {{}}\n#endif\n'
+    return f'extern "C" {visible} {stem}() {{}}{told}'
 
 
 _ONE_SMALL_SOURCE = """

@@ -47,6 +47,23 @@ def test_fp32_is_rounded_to_the_nearest_bf16():
     assert torch.equal(_pack(weight, torch.bfloat16)[0], weight.bfloat16())
 
 
+@pytest.mark.parametrize("k", [50, 37, 1])
+def test_pairs_keep_two_neighbouring_k_of_a_column_side_by_side(k):
+    weight = torch.randn(70, k)
+    panels = torch.zeros(3, -(-k // 2), cpu_ops.PANEL, 2, dtype=torch.bfloat16)
+    cpu_ops.pack(
+        *(weight.data_ptr(), cpu_ops.F32, 70, k),
+        panels=panels.data_ptr(),
+        weight_type=cpu_ops.BF16_PAIRS,
+        k_packed=k,
+        num_threads=2,
+    )
+    unpacked = panels.permute(0, 2, 1, 3).reshape(96, -1)
+    assert torch.equal(unpacked[:70, :k], weight.bfloat16())
+    assert not unpacked[:, k:].any()
+    assert not unpacked[70:].any()
+
+
 def test_int8_has_one_symmetric_scale_per_row():
     weight = torch.randn(40, 64) * torch.logspace(-3, 3, 40)[:, None]
     weight[3] = 0

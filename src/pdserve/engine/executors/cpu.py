@@ -19,14 +19,8 @@ from torch import Tensor
 
 from pdserve.engine.executors import cpu_shape, rope
 from pdserve.engine.executors.base import KvCacheSpec, SequenceSlice
-from pdserve.engine.executors.cpu_weights import (
-    Checkpoint,
-    PackedModel,
-    map_memory,
-    own_memory,
-    pack_model,
-    packed_bytes,
-)
+from pdserve.engine.executors.cpu_layout import WeightLayout
+from pdserve.engine.executors.cpu_weights import Checkpoint, PackedModel, map_memory, own_memory, pack_model
 from pdserve.engine.executors.packed_file import PackedMemory, WeightSharing, file_name, open_or_pack
 from pdserve.engine.executors.processors import usable_processors
 from pdserve.errors import ModelError, SettingError
@@ -113,24 +107,25 @@ class CpuExecutor:
         shape = cpu_shape.read_shape(config)
         length = _context_length(shape.max_positions, max_model_len)
         num_threads = threads or usable_processors()
-        weight_dtype = _weight_dtype(dtype, quantization)
+        context = cpu_ops.CpuContext(num_threads, os.environ.get("PDS_CPU_ISA", ""))
+        layout = WeightLayout.of(_weight_dtype(dtype, quantization), context)
         pack = partial(
             pack_model,
             Checkpoint(model_path),
             shape,
-            weight_dtype=weight_dtype,
+            layout=layout,
             kv_dtype=_served_dtype("KV_DTYPE", kv_dtype),
             block_size=block_size,
             rope=rope.rope_tables(cpu_shape.with_defaults(config), shape.head_dim, length),
             num_threads=num_threads,
         )
-        packed = pack(memory=_memory(model_path, shape, weight_dtype, sharing, lambda memory: pack(memory=memory)))
-        context = cpu_ops.CpuContext(num_threads, os.environ.get("PDS_CPU_ISA", ""))
+        num_bytes = layout.packed_bytes(shape)
+        packed = pack(memory=_memory(model_path, num_bytes, layout, sharing, lambda memory: pack(memory=memory)))
         return cls(packed, shape, context, kv_dtype=kv_dtype, block_size=block_size, max_model_len=length)
 
     @property
     def isa(self) -> str:
-        """Instruction set in use: avx512, avx2 or portable."""
+        """Instruction set in use: avx512_bf16, avx512, avx2 or portable."""
         return self.context.isa
 
     @property
@@ -214,21 +209,20 @@ class _PackedBatch:
 
 def _memory(
     model_path: Path,
-    shape: cpu_shape.CpuShape,
-    dtype: torch.dtype,
+    num_bytes: int,
+    layout: WeightLayout,
     sharing: WeightSharing | None,
     pack: Callable[[PackedMemory], object],
 ) -> PackedMemory:
     """For the packed weights: a file's when they are to be shared and it can be had, else our own."""
-    num_bytes = packed_bytes(shape, dtype)
     if sharing is None or not sharing.is_wanted(num_bytes):
-        return own_memory(shape, dtype)
-    name = file_name(model_path, model_fingerprint(model_path), dtype, cpu_ops.PANEL, cpu_ops.GATE_GROUP)
+        return own_memory(num_bytes)
+    name = file_name(model_path, model_fingerprint(model_path), *layout.key)
     try:
         return open_or_pack(sharing.folder / name, num_bytes, pack)
     except OSError as error:
         logger.warning("packed weights are not shared: %s", error)
-        return own_memory(shape, dtype)
+        return own_memory(num_bytes)
 
 
 def _read_config(model_path: Path) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import mmap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,14 +18,13 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from pdserve.engine.executors.cpu_layout import WeightLayout, padded_columns, padded_intermediate
 from pdserve.engine.executors.cpu_shape import CpuShape
 from pdserve.engine.executors.packed_file import PackedMemory
 from pdserve.errors import ModelError
 from pdserve.kernels import cpu_ops
 
 _SOURCE_TYPES = {torch.float32: cpu_ops.F32, torch.bfloat16: cpu_ops.BF16, torch.float16: cpu_ops.F16}
-_WEIGHT_TYPES = {torch.float32: cpu_ops.F32, torch.bfloat16: cpu_ops.BF16, torch.int8: cpu_ops.I8}
-_ALIGNMENT = 64
 _Place = tuple[str, int, int, int, int]
 """Tensor name, rows, group, stride, offset: where a matrix goes among packed columns, as in `cpu_ops.pack`."""
 
@@ -93,7 +92,7 @@ def pack_model(
     checkpoint: Checkpoint,
     shape: CpuShape,
     *,
-    weight_dtype: torch.dtype,
+    layout: WeightLayout,
     kv_dtype: torch.dtype,
     block_size: int,
     rope: tuple[Tensor, Tensor],
@@ -103,7 +102,7 @@ def pack_model(
     """Pack every matrix.
 
     Args:
-        weight_dtype: float32, bfloat16 or int8.
+        layout: the one that the context which computes asks for.
         kv_dtype: float32 or bfloat16.
         rope: cosines and sines `[positions, head_dim / 2]`.
         memory: of `packed_bytes`, perhaps filled by an earlier call with the same arguments; None: our own.
@@ -111,7 +110,7 @@ def pack_model(
     Raises:
         ModelError: a tensor is missing or has an unexpected shape.
     """
-    packer = _Packer(checkpoint, shape, weight_dtype, num_threads, memory or own_memory(shape, weight_dtype))
+    packer = _Packer(checkpoint, shape, layout, num_threads, memory or own_memory(layout.packed_bytes(shape)))
     layers = (cpu_ops.Layer * shape.num_layers)(*(packer.layer(index) for index in range(shape.num_layers)))
     embed = checkpoint.get("model.embed_tokens.weight")
     head_name = "lm_head.weight"
@@ -127,8 +126,8 @@ def pack_model(
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
         block_size=block_size,
-        weight_type=_WEIGHT_TYPES[weight_dtype],
-        kv_type=_WEIGHT_TYPES[kv_dtype],
+        weight_type=layout.packed_type,
+        kv_type=_SOURCE_TYPES[kv_dtype],
         embed_type=_SOURCE_TYPES[embed.dtype],
         norm_eps=shape.norm_eps,
         softmax_scale=shape.head_dim**-0.5,
@@ -144,11 +143,11 @@ def pack_model(
 
 class _Packer:
     def __init__(
-        self, checkpoint: Checkpoint, shape: CpuShape, dtype: torch.dtype, num_threads: int, memory: PackedMemory
+        self, checkpoint: Checkpoint, shape: CpuShape, layout: WeightLayout, num_threads: int, memory: PackedMemory
     ) -> None:
         self._checkpoint = checkpoint
         self._shape = shape
-        self._dtype = dtype
+        self._layout = layout
         self._num_threads = num_threads
         self._memory = memory
         self.num_bytes = 0
@@ -184,11 +183,11 @@ class _Packer:
     def _down(self, name: str) -> cpu_ops.Matrix:
         """Its k is as wide as the gate's whole groups."""
         rows, k = self._shape.hidden_size, self._shape.intermediate_size
-        return self._pack([(name, rows, rows, 0, 0)], rows, k, _round_up(k, cpu_ops.GATE_GROUP))
+        return self._pack([(name, rows, rows, 0, 0)], rows, k, padded_intermediate(self._shape))
 
     def _gate_up(self, prefix: str) -> cpu_ops.Matrix:
         rows, group = self._shape.intermediate_size, cpu_ops.GATE_GROUP
-        columns = 2 * _round_up(rows, group)
+        columns = 2 * padded_intermediate(self._shape)
         places = [
             (f"{prefix}gate_proj.weight", rows, group, 2 * group, 0),
             (f"{prefix}up_proj.weight", rows, group, 2 * group, group),
@@ -196,9 +195,9 @@ class _Packer:
         return self._pack(places, columns, self._shape.hidden_size, self._shape.hidden_size)
 
     def _pack(self, places: list[_Place], columns: int, k: int, k_packed: int) -> cpu_ops.Matrix:
-        n = _round_up(columns, cpu_ops.PANEL)
-        panels = self._take(n * k_packed * self._dtype.itemsize)
-        scale = self._take(n * 4) if self._dtype == torch.int8 else 0
+        n = padded_columns(columns)
+        panels = self._take(self._layout.matrix_bytes(columns, k_packed))
+        scale = self._take(self._layout.scale_bytes(columns)) if self._layout.has_scales else 0
         bias = self._bias(places, n)
         for name, rows, group, stride, offset in places if not self._memory.is_filled else ():
             source = self._checkpoint.get(name)
@@ -207,7 +206,7 @@ class _Packer:
             cpu_ops.pack(
                 *(source.data_ptr(), _SOURCE_TYPES[source.dtype], rows, k),
                 panels=panels,
-                weight_type=_WEIGHT_TYPES[self._dtype],
+                weight_type=self._layout.packed_type,
                 k_packed=k_packed,
                 num_threads=self._num_threads,
                 scale=scale,
@@ -239,35 +238,12 @@ class _Packer:
 
     def _take(self, num_bytes: int) -> int:
         address = self._memory.address + self.num_bytes
-        self.num_bytes += _round_up(num_bytes, _ALIGNMENT)
+        self.num_bytes += num_bytes
         assert self.num_bytes <= self._memory.num_bytes, (self.num_bytes, self._memory.num_bytes)
         return address
 
 
-def own_memory(shape: CpuShape, dtype: torch.dtype) -> PackedMemory:
+def own_memory(num_bytes: int) -> PackedMemory:
     """Nobody else's, in huge pages where the system grants them."""
-    memory = map_memory(packed_bytes(shape, dtype))
+    memory = map_memory(num_bytes)
     return PackedMemory(memory.data_ptr(), memory.numel(), is_filled=False, owner=memory)
-
-
-def packed_bytes(shape: CpuShape, dtype: torch.dtype) -> int:
-    """Memory of all packed matrices, and of int8's scales."""
-
-    def sizes() -> Iterator[int]:
-        heads, inner = shape.num_heads * shape.head_dim, _round_up(shape.intermediate_size, cpu_ops.GATE_GROUP)
-        layer = (
-            (shape.num_qkv_rows, shape.hidden_size),
-            (shape.hidden_size, heads),
-            (2 * inner, shape.hidden_size),
-            (shape.hidden_size, inner),
-        )
-        for columns, k in layer * shape.num_layers + ((shape.vocab_size, shape.hidden_size),):
-            n = _round_up(columns, cpu_ops.PANEL)
-            yield _round_up(n * k * dtype.itemsize, _ALIGNMENT)
-            yield _round_up(n * 4, _ALIGNMENT) if dtype == torch.int8 else 0
-
-    return sum(sizes())
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple

@@ -1,0 +1,14 @@
+// A step where narrow weights are widened to floats in registers.
+#pragma once
+#include "machine.h"
+#include "step.h"
+
+namespace {
+static void run_step(const Step& step, int thread) {
+    switch (step.model->weight_type) {
+        case kF32: return run_weights<float>(step, thread);
+        case kBf16: return run_weights<bf16>(step, thread);
+        default: return run_weights<int8_t>(step, thread);
+    }
+}
+}  // namespace
