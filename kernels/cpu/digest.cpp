@@ -1,5 +1,7 @@
 // The digest of KV blocks: src/pdserve/transfer/digest.py defines it. Two sums of products modulo 2**64, which do
-// not depend on their order; weights are walked in pieces that stay in a core's cache while all blocks use them.
+// not depend on their order. Some blocks are walked side by side: every weight is loaded once for all of them, and
+// memory answers several streams sooner than one. Along each block in one go, since its fetching starts anew where
+// a stream ends.
 #include "api.h"
 
 #include <algorithm>
@@ -7,15 +9,15 @@
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #include <immintrin.h>
-#define HAS_AVX2_COPY 1
+#define HAS_X86_COPIES 1
 #endif
 
 namespace {
-constexpr int64_t kPieceWords = 4096;   // of each of two rows of weights, which stay in the second cache: 64 KiB
-constexpr int64_t kAheadBytes = 2048;   // fetched ahead: the processor's own prefetcher stops at every page
+// Adds w . x and v . (x ^ x >> 32) of each of some blocks to its two sums. Words need not be aligned.
+using AddUp = void (*)(const char* const* blocks, const uint64_t* w, const uint64_t* v, int64_t num_words,
+                       uint64_t* const* sums);
 
-// sums[0] += w . x, sums[1] += v . (x ^ x >> 32), over num_words words that need not be aligned.
-void add_up(const char* block, const uint64_t* w, const uint64_t* v, int64_t num_words, uint64_t* sums) {
+void add_up_words(const char* block, const uint64_t* w, const uint64_t* v, int64_t num_words, uint64_t* sums) {
     uint64_t sum_x = 0, sum_y = 0;
     for (int64_t i = 0; i < num_words; ++i) {
         int64_t x;
@@ -27,63 +29,139 @@ void add_up(const char* block, const uint64_t* w, const uint64_t* v, int64_t num
     sums[1] += sum_y;
 }
 
-#ifdef HAS_AVX2_COPY
+void add_up_portable(const char* const* blocks, const uint64_t* w, const uint64_t* v, int64_t num_words,
+                     uint64_t* const* sums) {
+    add_up_words(blocks[0], w, v, num_words, sums[0]);
+}
+
+#ifdef HAS_X86_COPIES
+// Fetched ahead, since the processor's own prefetcher stops at every page; a lone stream has more room to.
+constexpr int64_t kAheadBytes = 1024, kAheadAloneBytes = 4096;
+
 // A product of 64-bit words is low.low + (low.high + high.low << 32); the shift waits until everything is added up.
-__attribute__((target("avx2"))) void add_up_avx2(const char* block, const uint64_t* w, const uint64_t* v,
-                                                 int64_t num_words, uint64_t* sums) {
-    __m256i low_x = _mm256_setzero_si256(), cross_x = low_x, low_y = low_x, cross_y = low_x;
+template <int N>
+__attribute__((target("avx2"))) void add_up_avx2(const char* const* blocks, const uint64_t* w, const uint64_t* v,
+                                                 int64_t num_words, uint64_t* const* sums) {
+    constexpr int64_t ahead = N == 1 ? kAheadAloneBytes : kAheadBytes;
+    __m256i low_x[N], cross_x[N], low_y[N], cross_y[N];
+    for (int n = 0; n < N; ++n) low_x[n] = cross_x[n] = low_y[n] = cross_y[n] = _mm256_setzero_si256();
     int64_t i = 0;
     for (; i + 4 <= num_words; i += 4) {
-        if (i % 8 == 0) _mm_prefetch(block + 8 * i + kAheadBytes, _MM_HINT_T0);
-        const __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(block + 8 * i));
         const __m256i weight_x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(w + i));
         const __m256i weight_y = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(v + i));
-        const __m256i high = _mm256_srli_epi64(x, 32);
-        const __m256i y = _mm256_xor_si256(x, high);  // its low halves; the high ones are x's, xored with their sign
-        const __m256i y_high = _mm256_srli_epi64(_mm256_xor_si256(x, _mm256_srai_epi32(x, 31)), 32);
-        low_x = _mm256_add_epi64(low_x, _mm256_mul_epu32(x, weight_x));
-        cross_x = _mm256_add_epi64(cross_x, _mm256_mul_epu32(high, weight_x));
-        cross_x = _mm256_add_epi64(cross_x, _mm256_mul_epu32(x, _mm256_srli_epi64(weight_x, 32)));
-        low_y = _mm256_add_epi64(low_y, _mm256_mul_epu32(y, weight_y));
-        cross_y = _mm256_add_epi64(cross_y, _mm256_mul_epu32(y_high, weight_y));
-        cross_y = _mm256_add_epi64(cross_y, _mm256_mul_epu32(y, _mm256_srli_epi64(weight_y, 32)));
+        for (int n = 0; n < N; ++n) {
+            if (i % 8 == 0) _mm_prefetch(blocks[n] + 8 * i + ahead, _MM_HINT_T0);
+            const __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(blocks[n] + 8 * i));
+            const __m256i high = _mm256_srli_epi64(x, 32);
+            const __m256i y = _mm256_xor_si256(x, high);  // its low halves; the high ones: x's, xored with their sign
+            const __m256i y_high = _mm256_srli_epi64(_mm256_xor_si256(x, _mm256_srai_epi32(x, 31)), 32);
+            low_x[n] = _mm256_add_epi64(low_x[n], _mm256_mul_epu32(x, weight_x));
+            cross_x[n] = _mm256_add_epi64(cross_x[n], _mm256_mul_epu32(high, weight_x));
+            cross_x[n] = _mm256_add_epi64(cross_x[n], _mm256_mul_epu32(x, _mm256_srli_epi64(weight_x, 32)));
+            low_y[n] = _mm256_add_epi64(low_y[n], _mm256_mul_epu32(y, weight_y));
+            cross_y[n] = _mm256_add_epi64(cross_y[n], _mm256_mul_epu32(y_high, weight_y));
+            cross_y[n] = _mm256_add_epi64(cross_y[n], _mm256_mul_epu32(y, _mm256_srli_epi64(weight_y, 32)));
+        }
     }
-    uint64_t lanes[2][4];
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(lanes[0]), _mm256_add_epi64(low_x, _mm256_slli_epi64(cross_x, 32)));
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(lanes[1]), _mm256_add_epi64(low_y, _mm256_slli_epi64(cross_y, 32)));
-    for (int lane = 0; lane < 4; ++lane) {
-        sums[0] += lanes[0][lane];
-        sums[1] += lanes[1][lane];
+    for (int n = 0; n < N; ++n) {
+        uint64_t lanes[2][4];
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(lanes[0]),
+                            _mm256_add_epi64(low_x[n], _mm256_slli_epi64(cross_x[n], 32)));
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(lanes[1]),
+                            _mm256_add_epi64(low_y[n], _mm256_slli_epi64(cross_y[n], 32)));
+        for (int lane = 0; lane < 4; ++lane) {
+            sums[n][0] += lanes[0][lane];
+            sums[n][1] += lanes[1][lane];
+        }
+        add_up_words(blocks[n] + 8 * i, w + i, v + i, num_words - i, sums[n]);
     }
-    add_up(block + 8 * i, w + i, v + i, num_words - i, sums);
+}
+
+// The low halves of 64-bit products are one instruction here: memory is what it waits for.
+template <int N>
+__attribute__((target("avx512f,avx512dq"))) void add_up_avx512(const char* const* blocks, const uint64_t* w,
+                                                               const uint64_t* v, int64_t num_words,
+                                                               uint64_t* const* sums) {
+    constexpr int64_t ahead = N == 1 ? kAheadAloneBytes : kAheadBytes;
+    __m512i sum_x[N], sum_y[N];
+    for (int n = 0; n < N; ++n) sum_x[n] = sum_y[n] = _mm512_setzero_si512();
+    int64_t i = 0;
+    for (; i + 8 <= num_words; i += 8) {
+        const __m512i weight_x = _mm512_loadu_si512(w + i), weight_y = _mm512_loadu_si512(v + i);
+        for (int n = 0; n < N; ++n) {
+            _mm_prefetch(blocks[n] + 8 * i + ahead, _MM_HINT_T0);
+            const __m512i x = _mm512_loadu_si512(blocks[n] + 8 * i);
+            const __m512i y = _mm512_xor_si512(x, _mm512_srai_epi64(x, 32));
+            sum_x[n] = _mm512_add_epi64(sum_x[n], _mm512_mullo_epi64(x, weight_x));
+            sum_y[n] = _mm512_add_epi64(sum_y[n], _mm512_mullo_epi64(y, weight_y));
+        }
+    }
+    for (int n = 0; n < N; ++n) {
+        sums[n][0] += static_cast<uint64_t>(_mm512_reduce_add_epi64(sum_x[n]));
+        sums[n][1] += static_cast<uint64_t>(_mm512_reduce_add_epi64(sum_y[n]));
+        add_up_words(blocks[n] + 8 * i, w + i, v + i, num_words - i, sums[n]);
+    }
 }
 #endif
 
-using AddUp = void (*)(const char*, const uint64_t*, const uint64_t*, int64_t, uint64_t*);
+constexpr int kMaxSideBySide = 4;
 
-AddUp best_add_up() {
-#ifdef HAS_AVX2_COPY
-    if (__builtin_cpu_supports("avx2")) return add_up_avx2;
+struct Copy {
+    const char* name;
+    AddUp side_by_side[kMaxSideBySide];  // for 1 .. 4 blocks; null: not that many
+    bool (*works)();
+};
+
+const Copy kCopies[] = {
+#ifdef HAS_X86_COPIES
+    {"avx512", {add_up_avx512<1>, add_up_avx512<2>, add_up_avx512<3>, add_up_avx512<4>},
+     [] { return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq"); }},
+    // Four registers of sums a block: more than two blocks would not fit.
+    {"avx2", {add_up_avx2<1>, add_up_avx2<2>}, [] { return __builtin_cpu_supports("avx2") != 0; }},
 #endif
-    return add_up;
+    {"portable", {add_up_portable}, [] { return true; }},
+};
+
+const Copy* find_copy(const char* name) {
+    for (const Copy& copy : kCopies)
+        if (copy.works() && (!name || !std::strcmp(name, copy.name))) return &copy;
+    return nullptr;
+}
+
+void sum_blocks(const Copy& copy, const char* pool, int64_t block_bytes, const int64_t* block_ids, int64_t num_ids,
+                const uint64_t* w, const uint64_t* v, uint64_t* sums) {
+    const int64_t num_whole = block_bytes / 8, rest = block_bytes % 8;
+    std::fill(sums, sums + 2 * num_ids, 0);
+    for (int64_t first = 0; first < num_ids;) {
+        int count = static_cast<int>(std::min<int64_t>(kMaxSideBySide, num_ids - first));
+        while (!copy.side_by_side[count - 1]) --count;
+        const char* blocks[kMaxSideBySide];
+        uint64_t* block_sums[kMaxSideBySide];
+        for (int n = 0; n < count; ++n) {
+            blocks[n] = pool + block_ids[first + n] * block_bytes;
+            block_sums[n] = sums + 2 * (first + n);
+        }
+        copy.side_by_side[count - 1](blocks, w, v, num_whole, block_sums);
+        for (int n = 0; n < count && rest; ++n) {
+            char last[8] = {};
+            std::memcpy(last, blocks[n] + 8 * num_whole, rest);
+            add_up_words(last, w + num_whole, v + num_whole, 1, block_sums[n]);
+        }
+        first += count;
+    }
 }
 }  // namespace
 
 void pds_block_sums(const void* pool, int64_t block_bytes, const int64_t* block_ids, int64_t num_ids,
                     const uint64_t* w, const uint64_t* v, uint64_t* sums) {
-    const auto* bytes = static_cast<const char*>(pool);
-    const AddUp add = best_add_up();
-    const int64_t num_whole = block_bytes / 8, rest = block_bytes % 8;
-    std::fill(sums, sums + 2 * num_ids, 0);
-    for (int64_t first = 0; first < num_whole; first += kPieceWords) {
-        const int64_t count = std::min(kPieceWords, num_whole - first);
-        for (int64_t i = 0; i < num_ids; ++i)
-            add(bytes + block_ids[i] * block_bytes + 8 * first, w + first, v + first, count, sums + 2 * i);
-    }
-    if (rest == 0) return;
-    for (int64_t i = 0; i < num_ids; ++i) {
-        char last[8] = {};
-        std::memcpy(last, bytes + block_ids[i] * block_bytes + 8 * num_whole, rest);
-        add_up(last, w + num_whole, v + num_whole, 1, sums + 2 * i);
-    }
+    sum_blocks(*find_copy(nullptr), static_cast<const char*>(pool), block_bytes, block_ids, num_ids, w, v, sums);
+}
+
+// The same by one instruction set (avx512 | avx2 | portable), to compare them all: 1 where this machine lacks it.
+PDS_API int32_t pds_block_sums_by(const char* isa, const void* pool, int64_t block_bytes, const int64_t* block_ids,
+                                  int64_t num_ids, const uint64_t* w, const uint64_t* v, uint64_t* sums) {
+    const Copy* copy = find_copy(isa);
+    if (!copy) return 1;
+    sum_blocks(*copy, static_cast<const char*>(pool), block_bytes, block_ids, num_ids, w, v, sums);
+    return 0;
 }

@@ -1,5 +1,7 @@
 import random
+from ctypes import c_char_p, c_int64, c_void_p
 
+import numpy as np
 import pytest
 import torch
 
@@ -8,6 +10,8 @@ from pdserve.transfer.digest import DIGEST_BYTES, block_digests, sums_by_kernel,
 from pdserve.transfer.memory import bytes_view
 
 MASK = (1 << 64) - 1
+SEEDS = (0x70647365727665, 0x6B76626C6F636B)
+"""Of both rows of weights."""
 
 
 def split_mix(index: int, seed: int) -> int:
@@ -23,8 +27,8 @@ def digest_by_definition(block: bytes) -> bytes:
     sum_x = sum_y = 0
     for index in range(len(block) // 8):
         x = int.from_bytes(block[index * 8 : index * 8 + 8], "little", signed=True)
-        sum_x += split_mix(index, 0x70647365727665) * x
-        sum_y += split_mix(index, 0x6B76626C6F636B) * (x ^ (x >> 32))
+        sum_x += split_mix(index, SEEDS[0]) * x
+        sum_y += split_mix(index, SEEDS[1]) * (x ^ (x >> 32))
     return (sum_x & MASK).to_bytes(8, "little") + (sum_y & MASK).to_bytes(8, "little")
 
 
@@ -57,11 +61,51 @@ def test_kernel_and_numpy_agree(block_bytes):
     assert (sums_by_kernel(blocks, ids) == sums_by_numpy(blocks, ids)).all()
 
 
+EXTREME_WORDS = [0, -1, 2**63 - 1, -(2**63), 2**32 - 1, -(2**32), 2**31, -(2**31)]
+
+
 @needs_kernels
 def test_kernel_agrees_on_extreme_words():
-    words = torch.tensor([0, -1, 2**63 - 1, -(2**63), 2**32 - 1, -(2**32), 2**31, -(2**31)]).repeat(9, 5)
-    blocks = words.view(torch.uint8).reshape(9, -1)
+    blocks = torch.tensor(EXTREME_WORDS).repeat(9, 5).view(torch.uint8).reshape(9, -1)
     assert (sums_by_kernel(blocks, [8, 2]) == sums_by_numpy(blocks, [8, 2])).all()
+
+
+def sums_by(isa: str, blocks: torch.Tensor, block_ids: list[int]) -> np.ndarray:
+    """What one instruction set's copy of the kernel finds, whichever is the best one here."""
+    words = np.arange(-(-blocks.shape[1] // 8))
+    weights = [np.array([split_mix(int(i), seed) for i in words], np.uint64) for seed in SEEDS]
+    ids, sums = np.array(block_ids), np.full((len(block_ids), 2), -1)
+    by_isa = cpu_ops.load_library().pds_block_sums_by
+    by_isa.argtypes = (c_char_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_void_p)
+    addresses = [array.ctypes.data for array in (*weights, sums)]
+    if by_isa(isa.encode(), blocks.data_ptr(), blocks.shape[1], ids.ctypes.data, len(ids), *addresses):
+        pytest.skip(f"this machine has no {isa}")
+    return sums
+
+
+@needs_kernels
+@pytest.mark.parametrize("isa", ["avx512", "avx2", "portable"])
+@pytest.mark.parametrize("num_blocks", [1, 2, 3, 4, 5, 7, 9])
+def test_every_instruction_set_agrees_however_many_blocks_are_walked_side_by_side(isa, num_blocks):
+    for block_bytes in (4, 8, 56, 60, 64, 68, 8 * 13, 4096, 4100):
+        # From an odd multiple of 4 bytes on: words need not be aligned.
+        blocks = random_blocks(1, 10 * block_bytes + 4, seed=num_blocks)[0, 4:].view(10, block_bytes)
+        ids = [(7 * index + 9) % 10 for index in range(num_blocks)]
+        expected = [digest_by_definition(bytes(blocks[block_id].tolist())) for block_id in ids]
+        assert [row.tobytes() for row in sums_by(isa, blocks, ids)] == expected, block_bytes
+
+
+@needs_kernels
+@pytest.mark.parametrize("isa", ["avx512", "avx2", "portable"])
+def test_every_instruction_set_agrees_on_extreme_words(isa):
+    blocks = torch.tensor(EXTREME_WORDS).repeat(9, 5).view(torch.uint8).reshape(9, -1)
+    assert (sums_by(isa, blocks, [8, 2, 0]) == sums_by_numpy(blocks, [8, 2, 0])).all()
+
+
+@needs_kernels
+def test_an_unknown_instruction_set_digests_nothing():
+    with pytest.raises(pytest.skip.Exception, match="sse9"):
+        sums_by("sse9", random_blocks(2, 64), [0])
 
 
 @needs_kernels

@@ -11,7 +11,7 @@ change at least one of the sums sees a difference in the low half of some word, 
 2**-33 at most (typical changes: 2**-128). That is what the shift is for: without it two flipped sign bits would
 cancel each other out. It finds stale, foreign and damaged blocks; it is no defence against forgery.
 
-On a CPU this uses the calling thread alone and releases the GIL: the CPU kernels, at three times the rate of numpy,
+On a CPU this uses the calling thread alone and releases the GIL: the CPU kernels, at several times the rate of numpy,
 which does it where an installation lacks them.
 """
 
