@@ -1,4 +1,4 @@
-"""Ours beside llama.cpp and vLLM on this machine, at equal precision, in turns.
+"""Ours beside llama.cpp, vLLM and OpenVINO on this machine, at equal precision, in turns.
 
 `install` fetches them into folders of their own below PDS_HOME. Steps are measured without HTTP: decode steps at batch
 1, 8 and 32, and prompts of 128, 512 and 2048 tokens. `--part server` sends the same requests to our service and to
@@ -30,6 +30,7 @@ from benchmarks.peers_install import (
     PeerError,
     is_installed,
     llama_cpp_libraries,
+    openvino_python,
     peers_folder,
     vllm_python,
 )
@@ -131,6 +132,11 @@ def engines_for(precision: str, model: Path, wanted: Sequence[str], threads: int
         engines.append(
             Engine("vllm", [str(vllm_python()), str(HERE / "peers_vllm.py"), str(model), precision], vllm_env())
         )
+    if "openvino" in wanted and precision != "q8_0":
+        exported = openvino_python().parents[1] / "models" / model.name
+        arguments = [str(model), str(exported), precision, str(threads)]
+        command = [str(openvino_python()), str(HERE / "peers_openvino.py"), *arguments]
+        engines.append(Engine("openvino", command, env | {"HF_HUB_OFFLINE": "1"}))
     return engines
 
 
