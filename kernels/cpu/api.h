@@ -62,7 +62,7 @@ struct PdsBatch {
     const int32_t* token_ids;      // [num_rows]
     const PdsSlice* slices;        // [num_slices], ascending rows without gaps
     const int32_t* block_tables;
-    const int32_t* logit_rows;     // [num_logit_rows]
+    const int32_t* logit_rows;     // [num_logit_rows], ascending
     void* kv_cache;                // [blocks][num_layers][2][block_size][num_kv_heads][head_dim]
     float* logits;                 // [num_logit_rows][head.n]
 };

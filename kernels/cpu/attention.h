@@ -144,8 +144,8 @@ static void write_kv(const Step& step, const PdsLayer& layer, const LayerCache<K
 template <class KV, class Operand>
 class Attention {
 public:
-    Attention(const Step& step, const PdsLayer& layer, int layer_index, float* scratch)
-        : step_(step), model_(*step.model), layer_(layer), cache_(layer_cache<KV>(model_, *step.batch, layer_index)),
+    Attention(const Step& step, const PdsLayer& layer, int layer_index, const Tiling& outputs, float* scratch)
+        : step_(step), model_(*step.model), layer_(layer), outputs_(outputs), cache_(layer_cache<KV>(model_, *step.batch, layer_index)),
           dim_(model_.head_dim), group_(model_.num_heads / model_.num_kv_heads) {
         const int rows = (kItemRows + group_ > model_.num_heads ? kItemRows + group_ : model_.num_heads) + kMaxRows;
         float** targets[] = {&queries_, &part_.acc, &whole_.acc, &keys_, &scores_, &part_.sum, &whole_.sum, &part_.max,
@@ -330,15 +330,15 @@ private:
         for (int h = 0; h < item.num_heads; ++h)
             for (int i = 0; i < rows_per_head_; ++i) {
                 const int row = h * rows_per_head_ + i;
-                const int batch_row = slice_->first_row + item.first_query + i / group_;
-                const int tile = step_.rows.tile_of(batch_row), size = step_.rows.size(tile);
-                const int start = step_.rows.start(tile), head = (item.first_head + h) * group_ + i % group_;
+                const int output = item.first_output + i / group_;
+                const int tile = outputs_.tile_of(output), size = outputs_.size(tile);
+                const int start = outputs_.start(tile), head = (item.first_head + h) * group_ + i % group_;
                 const float inverse = 1.0f / v_sum(v_load(whole_.sum + row * kWidth));
                 const float* acc = whole_.acc + row * dim_;
                 for (int d = 0; d < dim_; ++d) values[d] = acc[d] * inverse;
                 put(values, dim_,
                     reinterpret_cast<Operand*>(step_.attended) + static_cast<int64_t>(start) * steps +
-                        static_cast<int64_t>(head) * head_steps * size + batch_row - start,
+                        static_cast<int64_t>(head) * head_steps * size + output - start,
                     size);
             }
     }
@@ -346,6 +346,7 @@ private:
     const Step& step_;
     const PdsModel& model_;
     const PdsLayer& layer_;
+    const Tiling& outputs_;
     const LayerCache<KV> cache_;
     const int dim_, group_;
     const PdsSlice* slice_ = nullptr;

@@ -33,38 +33,55 @@ float* Buffer::floats(size_t count) {
 
 // Whole contexts when there are plenty of them, else one KV head each, else one split each.
 void Planner::cut_attention(const Step& step) {
-    const PdsModel& model = *step.model;
     const PdsBatch& batch = *step.batch;
-    const int group = model.num_heads / model.num_kv_heads, heads = model.num_kv_heads;
-    const int wanted = 2 * step.pool->num_threads();
-    const bool is_decode = !step.writes_kv_first;
     int longest = 0;
     for (int i = 0; i < batch.num_slices; ++i)
         longest = std::max(longest, batch.slices[i].start + batch.slices[i].num_rows);
     const int splits = (longest + kSplitTokens - 1) / kSplitTokens;
-    num_splits_ = is_decode && batch.num_slices * heads < wanted && splits > 1 ? splits : 0;
+    const bool is_decode = !step.writes_kv_first;
+    const bool are_few = batch.num_slices * step.model->num_kv_heads < 2 * step.pool->num_threads();
+    num_splits_ = is_decode && are_few && splits > 1 ? splits : 0;
     items_.clear();
-    for (int i = 0; i < batch.num_slices; ++i) {
+    wanted_items_.clear();
+    for (int i = 0, wanted = 0; i < batch.num_slices; ++i) {
         const PdsSlice& slice = batch.slices[i];
-        const bool all_heads = slice.num_rows == 1 && batch.num_slices >= wanted;
-        const int queries = std::max(1, kItemRows / group);
-        for (int query = 0; query < slice.num_rows; query += queries) {
-            const int count = std::min(queries, slice.num_rows - query);
-            const int64_t keys = slice.start + query + count;
-            for (int head = 0; head < heads; head += all_heads ? heads : 1) {
-                AttentionItem item{i, query, count, head, all_heads ? heads : 1, -1, 0};
-                item.cost = keys * count * item.num_heads;
-                const int own_splits = static_cast<int>((keys + kSplitTokens - 1) / kSplitTokens);
-                if (!num_splits_) items_.push_back(item);
-                for (int split = 0; num_splits_ && split < own_splits; ++split) {
-                    item.split = split;
-                    items_.push_back(item);
-                }
+        cut(step, {.slice = i, .num_queries = slice.num_rows, .first_output = slice.first_row}, items_);
+        auto is_row = [&](int row) { return wanted < batch.num_logit_rows && batch.logit_rows[wanted] == row; };
+        for (int row = slice.first_row; row < slice.first_row + slice.num_rows; ++row) {
+            const int first = wanted, query = row - slice.first_row;
+            for (; is_row(row) && row < slice.first_row + slice.num_rows; ++row) ++wanted;
+            if (wanted > first)
+                cut(step, {.slice = i, .first_query = query, .num_queries = wanted - first, .first_output = first},
+                    wanted_items_);
+        }
+    }
+    auto is_longer = [](const AttentionItem& a, const AttentionItem& b) { return a.cost > b.cost; };
+    std::stable_sort(items_.begin(), items_.end(), is_longer);
+    std::stable_sort(wanted_items_.begin(), wanted_items_.end(), is_longer);
+}
+
+// Cuts the queries of `run`, which belong to one slice and to neighbouring rows of the result.
+void Planner::cut(const Step& step, AttentionItem run, std::vector<AttentionItem>& items) const {
+    const int heads = step.model->num_kv_heads, most = std::max(1, kItemRows / (step.model->num_heads / heads));
+    const bool all_heads = run.num_queries == 1 && step.batch->num_slices >= 2 * step.pool->num_threads();
+    for (int done = 0; done < run.num_queries; done += most) {
+        AttentionItem item = run;
+        item.first_query += done;
+        item.first_output += done;
+        item.num_queries = std::min(most, run.num_queries - done);
+        item.num_heads = all_heads ? heads : 1;
+        item.split = -1;
+        const int64_t keys = step.batch->slices[run.slice].start + item.first_query + item.num_queries;
+        item.cost = keys * item.num_queries * item.num_heads;
+        const int splits = static_cast<int>((keys + kSplitTokens - 1) / kSplitTokens);
+        for (; item.first_head < heads; item.first_head += item.num_heads) {
+            if (!num_splits_) items.push_back(item);
+            for (int split = 0; num_splits_ && split < splits; ++split) {
+                item.split = split;
+                items.push_back(item);
             }
         }
     }
-    std::stable_sort(items_.begin(), items_.end(),
-                     [](const AttentionItem& a, const AttentionItem& b) { return a.cost > b.cost; });
 }
 
 bool Planner::plan(Step& step, const Limits& limits) {
@@ -72,12 +89,12 @@ bool Planner::plan(Step& step, const Limits& limits) {
     const PdsBatch& batch = *step.batch;
     const int threads = step.pool->num_threads(), group = model.num_heads / model.num_kv_heads;
     const size_t rows = batch.num_rows;
-    step.rows = Tiling(batch.num_rows, limits.max_tile);
-    step.logit_rows = Tiling(batch.num_logit_rows, limits.max_tile);
-    step.writes_kv_first = batch.num_rows != batch.num_slices;
+    // Attention writes the KV of a slice with a single row itself, unless it skips some in the last layer.
+    step.writes_kv_first = batch.num_rows != batch.num_slices || batch.num_rows != batch.num_logit_rows;
     cut_attention(step);
-    step.items = items_.data();
-    step.num_items = static_cast<int>(items_.size());
+    step.all = {Tiling(batch.num_rows, limits.max_tile), nullptr, items_.data(), static_cast<int>(items_.size())};
+    step.wanted = {Tiling(batch.num_logit_rows, limits.max_tile), batch.logit_rows, wanted_items_.data(),
+                   static_cast<int>(wanted_items_.size())};
     step.num_splits = num_splits_;
     counters_.assign(8 * model.num_layers + 4, Counter{threads});
     step.counters = counters_.data();

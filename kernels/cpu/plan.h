@@ -27,8 +27,18 @@ struct Tiling {
 // One piece of attention: some queries of one slice, some KV heads, some splits of the context.
 struct AttentionItem {
     int32_t slice, first_query, num_queries, first_head, num_heads;
+    int32_t first_output;   // row of the result that belongs to the first query
     int32_t split;     // -1: all splits; else only this one, merged by whoever finishes last
     int64_t cost;
+};
+
+// Rows that a layer computes to its end: all of them; in the last layer those whose logits are wanted.
+struct Selection {
+    Tiling tiling;
+    const int32_t* rows;           // of the batch; null: all
+    const AttentionItem* items;
+    int num_items;
+    int row(int i) const { return rows ? rows[i] : i; }
 };
 
 struct alignas(64) Counter { int32_t next; };
@@ -49,10 +59,9 @@ struct Step {
     const PdsModel* model;
     const PdsBatch* batch;
     Pool* pool;
-    Tiling rows, logit_rows;
-    bool writes_kv_first;              // some slice has several rows: all KV is written before attention reads any
-    const AttentionItem* items;
-    int num_items, num_splits;         // num_splits > 0: items are cut by split, partial results below
+    Selection all, wanted;
+    bool writes_kv_first;              // all KV is written before attention reads any, not by who first needs it
+    int num_splits;                    // > 0: items are cut by split, partial results below
     Counter* counters;                 // one per phase, starting at num_threads
     Counter* unfinished;               // [slice][KV head], only when cut by split
     int hidden_padded, scratch_floats;
@@ -67,7 +76,8 @@ public:
     bool plan(Step& step, const Limits& limits);   // false: out of memory
 private:
     void cut_attention(const Step& step);
-    std::vector<AttentionItem> items_;
+    void cut(const Step& step, AttentionItem run, std::vector<AttentionItem>& items) const;
+    std::vector<AttentionItem> items_, wanted_items_;
     std::vector<Counter> counters_, unfinished_;
     Buffer memory_;
     int num_splits_ = 0;

@@ -29,36 +29,38 @@ private:
 
     void run_layer(int index) {
         const PdsLayer& layer = model_.layers[index];
-        const PdsMatrix& following = index + 1 < model_.num_layers ? model_.layers[index + 1].qkv : model_.head;
+        const bool is_last = index + 1 == model_.num_layers;
+        const PdsMatrix& following = is_last ? model_.head : model_.layers[index + 1].qkv;
+        const Selection& some = is_last ? step_.wanted : step_.all;
         auto add = [&](int start, int rows, int panel, const float* y) {
             for (int i = 0; i < rows; ++i)
                 for (int c = 0; c < kPanel; c += kWidth) {
-                    float* x = row_of(start + i) + panel * kPanel + c;
+                    float* x = row_of(some.row(start + i)) + panel * kPanel + c;
                     v_store(x, v_add(v_load(x), v_load(y + i * kPanel + c)));
                 }
         };
-        const Word<T>* operand = normed(step_.rows, nullptr, layer.attention_norm);
-        multiply<T>(team_, operand, step_.rows, layer.qkv, &layer.o, products_,
+        const Word<T>* operand = normed(step_.all, layer.attention_norm);
+        multiply<T>(team_, operand, step_.all.tiling, layer.qkv, &layer.o, products_,
                     [&](int start, int rows, int panel, const float* y) {
                         for (int i = 0; i < rows; ++i)
                             memcpy(step_.qkv + static_cast<int64_t>(start + i) * layer.qkv.n + panel * kPanel,
                                    y + i * kPanel, sizeof(float) * kPanel);
                     });
         team_.next_phase();
-        attend(layer, index);
-        multiply<T>(team_, words(step_.attended), step_.rows, layer.o, &layer.gate_up, products_, add);
+        attend(layer, index, some);
+        multiply<T>(team_, words(step_.attended), some.tiling, layer.o, &layer.gate_up, products_, add);
         team_.next_phase();
-        operand = normed(step_.rows, nullptr, layer.mlp_norm);
-        multiply<T>(team_, operand, step_.rows, layer.gate_up, &layer.down, products_,
+        operand = normed(some, layer.mlp_norm);
+        multiply<T>(team_, operand, some.tiling, layer.gate_up, &layer.down, products_,
                     [&](int start, int rows, int panel, const float* y) {
-                        activate(layer, start, rows, panel, y);
+                        activate(layer, some.tiling, start, rows, panel, y);
                     });
         team_.next_phase();
-        multiply<T>(team_, words(step_.activated), step_.rows, layer.down, &following, products_, add);
+        multiply<T>(team_, words(step_.activated), some.tiling, layer.down, &following, products_, add);
         team_.next_phase();
     }
 
-    void attend(const PdsLayer& layer, int index) {
+    void attend(const PdsLayer& layer, int index, const Selection& some) {
         if (step_.writes_kv_first) {
             const LayerCache<KV> cache = layer_cache<KV>(model_, batch_, index);
             for (int s = team_.first(); s < batch_.num_rows; s = team_.claim()) {
@@ -69,8 +71,8 @@ private:
             }
             team_.next_phase();
         }
-        Attention<KV, Word<T>> attention(step_, layer, index, rest_);
-        for (int i = team_.first(); i < step_.num_items; i = team_.claim()) attention.run(step_.items[i]);
+        Attention<KV, Word<T>> attention(step_, layer, index, some.tiling, rest_);
+        for (int i = team_.first(); i < some.num_items; i = team_.claim()) attention.run(some.items[i]);
         team_.next_phase();
     }
 
@@ -84,8 +86,8 @@ private:
     }
 
     // One panel: 16 gate columns, then their 16 up columns -> columns of the operand of `down`
-    void activate(const PdsLayer& layer, int start, int rows, int panel, const float* y) const {
-        const int tile = step_.rows.tile_of(start), size = step_.rows.size(tile);
+    void activate(const PdsLayer& layer, const Tiling& tiling, int start, int rows, int panel, const float* y) const {
+        const int size = tiling.size(tiling.tile_of(start));
         Word<T>* target = words(step_.activated) + static_cast<int64_t>(start) * steps_of<T>(layer.down.k) +
                           static_cast<int64_t>(panel) * steps_of<T>(kGateGroup) * size;
         for (int i = 0; i < rows; ++i) {
@@ -99,14 +101,15 @@ private:
     }
 
     // Packed operand of normed rows. A single tile is made by every thread for itself: cheaper than meeting.
-    const Word<T>* normed(const Tiling& rows, const int32_t* picked, const float* weight) {
+    const Word<T>* normed(const Selection& some, const float* weight) {
+        const Tiling& rows = some.tiling;
         const bool alone = rows.tiles == 1;
         Word<T>* target = words(alone ? scratch_ : step_.normed);
         const int steps = steps_of<T>(model_.hidden);
         for (int t = alone ? 0 : team_.first(); t < rows.tiles; t = alone ? t + 1 : team_.claim()) {
             const int start = rows.start(t), size = rows.size(t);
             for (int i = 0; i < size; ++i)
-                norm_row(row_of(picked ? picked[start + i] : start + i), weight, model_.hidden, step_.hidden_padded,
+                norm_row(row_of(some.row(start + i)), weight, model_.hidden, step_.hidden_padded,
                          model_.norm_eps, target + static_cast<int64_t>(start) * steps + i, size);
         }
         if (!alone) team_.next_phase();
@@ -114,8 +117,8 @@ private:
     }
 
     void run_head() {
-        const Word<T>* operand = normed(step_.logit_rows, batch_.logit_rows, model_.final_norm);
-        multiply<T>(team_, operand, step_.logit_rows, model_.head, nullptr, products_,
+        const Word<T>* operand = normed(step_.wanted, model_.final_norm);
+        multiply<T>(team_, operand, step_.wanted.tiling, model_.head, nullptr, products_,
                     [&](int start, int rows, int panel, const float* y) {
                         for (int i = 0; i < rows; ++i)
                             memcpy(batch_.logits + static_cast<int64_t>(start + i) * model_.head.n + panel * kPanel,

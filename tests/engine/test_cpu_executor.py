@@ -220,11 +220,15 @@ def test_a_sharded_checkpoint_is_read_whole(tmp_path):
 # --- results do not depend on the batch
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"dtype": torch.bfloat16, "kv_dtype": torch.bfloat16}, {"quantization": "int8", "kv_dtype": torch.bfloat16}],
-    ids=["fp32", "bf16", "int8"],
-)
+PRECISIONS = {
+    "fp32": {},
+    "bf16": {"dtype": torch.bfloat16, "kv_dtype": torch.bfloat16},
+    "int8": {"quantization": "int8", "kv_dtype": torch.bfloat16},
+}
+any_precision = pytest.mark.parametrize("options", PRECISIONS.values(), ids=PRECISIONS)
+
+
+@any_precision
 @pytest.mark.parametrize("arch", ["llama", "mistral"])
 def test_a_request_gives_bit_equal_logits_and_kv_in_any_company(tmp_path, arch, options, isa):
     window = {"sliding_window": 100} if arch == "mistral" else {}
@@ -263,6 +267,34 @@ def test_a_prefix_computed_by_another_executor_gives_bit_equal_logits(tmp_path, 
     second.kv_cache[100:120] = first.kv_cache[:20]
     tail = Feeder(token_ids, list(range(100, 120)), start=256)
     assert torch.equal(run_in_chunks(second, tail, [44]), expected)
+
+
+@any_precision
+def test_rows_whose_logits_nobody_wants_change_neither_the_others_nor_the_kv(tmp_path, options, isa):
+    """They end at their keys and values in the last layer; here everything is computed once, for comparison."""
+    folder, source = build(tmp_path, hidden_size=96, num_attention_heads=6), random.Random(0)
+    whole, picky = load(folder, **options), load(folder, **options)
+    lengths = [(1, 0), (1, 40), (200, 0), (33, 600), (1, 600), (1, 7), (90, 16), (1, 3)]
+    blocks = shuffled_blocks(256)
+    tables = [[blocks.pop() for _ in range((start + count) // 16 + 1)] for count, start in lengths]
+    histories = [
+        SequenceSlice(tokens(start, seed=start), 0, table, samples=False)
+        for (_, start), table in zip(lengths, tables, strict=True)
+        if start
+    ]
+    whole.logits_of_all_tokens(histories)
+    assert picky.run(histories).shape == (0, 131)
+    ones = [i for i, (count, _) in enumerate(lengths) if count == 1]
+    for picked in (range(len(lengths)), ones):  # chunks and decodes; decodes alone
+        for chance in (0.0, 0.5, 0.8, 1.0):
+            batch = [
+                SequenceSlice(tokens(lengths[i][0], seed=i), lengths[i][1], tables[i], source.random() < chance)
+                for i in picked
+            ]
+            ends = torch.tensor([len(piece.token_ids) for piece in batch]).cumsum(0) - 1
+            wanted = ends[torch.tensor([piece.samples for piece in batch])]
+            assert torch.equal(picky.run(batch), whole.logits_of_all_tokens(batch)[wanted])
+            assert torch.equal(picky.kv_cache, whole.kv_cache)
 
 
 # --- refusals
