@@ -8,22 +8,17 @@ vLLM's server. A peer that is not installed is left out and named.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
-import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import httpx
-from benchmarks.layouts import UP, Services
 from benchmarks.peers_install import (
     INSTALLERS,
     VLLM_VERSION,
@@ -34,8 +29,8 @@ from benchmarks.peers_install import (
     peers_folder,
     vllm_python,
 )
+from benchmarks.peers_servers import measure_servers, vllm_env
 from benchmarks.report import Row, median_row, parser, publish, warn_when_busy
-from benchmarks.service import Figures, merged, rows_of, run_cases
 
 from pdserve.models.demo import find_demo_gguf
 from pdserve.models.resolve import home_folder, resolve_model
@@ -44,19 +39,9 @@ HERE = Path(__file__).parent
 BATCHES, CONTEXT, STEPS = (1, 8, 32), 384, 5
 PROMPTS = (128, 512, 2048)
 PRECISIONS = ("fp32", "bf16", "q8_0")
-SERVER_CASES = ("throughput", "interference")
-VLLM_SERVERS = {"vllm": [], "vllm, 256 batched tokens": ["--max-num-batched-tokens", "256"]}
 _GREEDY_PROMPT, _NUM_GREEDY = [1, 2, 3, 400, 500, 600, 7], 8
-_START_TIMEOUT_S = 400.0
 _PAUSE_S = 0.3
 """Before each turn: threads of the engine before may spin for a while after their work."""
-_VLLM_ENV = {
-    "VLLM_CPU_KVCACHE_SPACE": "3",
-    "VLLM_CPU_OMP_THREADS_BIND": "0-1",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-}
 
 
 class Engine:
@@ -175,86 +160,6 @@ def _compare_greedy(precision: str, engines: Sequence[Engine]) -> None:
         print(f"(note: at {precision} the engines' most likely tokens differ: {answers})")
 
 
-# --- servers
-
-
-def measure_servers(model: Path, num_runs: int, scale: float, *, has_vllm: bool) -> list[Row]:
-    """The same load on our service and on vLLM's servers, one after the other, in turns. All at fp32."""
-    runs: dict[str, list[Figures]] = {}
-    for _ in range(num_runs):
-        with Services(str(model), [UP]) as services:
-            url = services.under(UP).url
-            runs.setdefault("pdserve", []).append(asyncio.run(run_cases(url, SERVER_CASES, scale)))
-        for name, arguments in VLLM_SERVERS.items() if has_vllm else ():
-            with vllm_server(model, arguments) as url:
-                runs.setdefault(name, []).append(asyncio.run(run_cases(url, SERVER_CASES, scale)))
-    return [row for engine, figures in runs.items() for row in rows_of(engine, "fp32", merged(figures))]
-
-
-@contextmanager
-def vllm_server(model: Path, arguments: Sequence[str]) -> Iterator[str]:
-    """vLLM's OpenAI-compatible server at its defaults but for `arguments`; yields its URL.
-
-    Raises:
-        PeerError: it does not start.
-    """
-    port = _free_port()
-    command = [
-        str(vllm_python()),
-        "-m",
-        "vllm.entrypoints.openai.api_server",
-        "--model",
-        str(model),
-        "--port",
-        str(port),
-    ]
-    command += ["--dtype", "float32", "--no-enable-prefix-caching", *arguments]
-    log_file = peers_folder() / "vllm-server.log"
-    with log_file.open("w") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | vllm_env(), start_new_session=True)
-        try:
-            _wait_until_healthy(f"http://127.0.0.1:{port}", process, log_file)
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            _end_group(process)
-
-
-def _wait_until_healthy(url: str, process: subprocess.Popen[bytes], log_file: Path) -> None:
-    give_up_s = time.monotonic() + _START_TIMEOUT_S
-    while process.poll() is None and time.monotonic() < give_up_s:
-        try:
-            if httpx.get(f"{url}/health", timeout=2).status_code == 200:
-                return
-        except httpx.HTTPError:
-            pass
-        time.sleep(0.5)
-    raise PeerError(f"vLLM's server did not start within {_START_TIMEOUT_S:.0f} s; its output is in {log_file}")
-
-
-def _end_group(process: subprocess.Popen[bytes]) -> None:
-    """The server and its engine's process; the session was made for them."""
-    for signal_number, patience_s in ((signal.SIGTERM, 20.0), (signal.SIGKILL, 10.0)):
-        try:
-            os.killpg(process.pid, signal_number)
-            process.wait(patience_s)
-        except (ProcessLookupError, subprocess.TimeoutExpired):
-            pass
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
-def vllm_env() -> dict[str, str]:
-    """Settings that make vLLM fast here: its own OpenMP, and tcmalloc where the system has it."""
-    environment = vllm_python().parents[1]
-    libraries = [*environment.glob("lib/libiomp5.so"), *Path("/usr/lib").glob("*/libtcmalloc_minimal.so.4")]
-    return _VLLM_ENV | ({"LD_PRELOAD": ":".join(map(str, libraries))} if libraries else {})
-
-
 # --- the command
 
 
@@ -289,7 +194,8 @@ def main(argv: list[str] | None = None) -> None:
         )
         rows, versions = rows + more_rows, versions | more_versions
     if options.part != "steps":
-        rows += measure_servers(model, options.runs, options.scale, has_vllm="vllm" in wanted)
+        targets_s = [float(text) for text in options.tpot_slo_s.split(",")]
+        rows += measure_servers(model, targets_s, options.runs, options.scale, has_vllm="vllm" in wanted)
         versions |= {"vllm": VLLM_VERSION} if "vllm" in wanted else {}
     publish(rows, _headline(rows), options.json, versions)
 
@@ -304,6 +210,9 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     commands.add_argument("--rounds", type=int, default=5, help="of steps (default: 5)")
     commands.add_argument("--runs", type=int, default=1, help="of server cases (default: 1)")
     commands.add_argument("--scale", type=float, default=1.0, help="of the server cases' numbers of tokens")
+    commands.add_argument(
+        "--tpot-slo-s", default="0.1", help="our targets in server cases: the first is compared (default: 0.1)"
+    )
     return commands.parse_args(argv)
 
 

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 from benchmarks.peers import HERE, engines_for
 from benchmarks.peers_install import INSTALLERS, is_installed, openvino_python
+from benchmarks.peers_servers import DEFAULTS, OURS, TUNED, compared
+from benchmarks.report import Row
 
 
 @pytest.fixture
@@ -76,3 +78,23 @@ def test_a_decode_step_has_one_row_per_sequence_and_its_own_blocks(peers_openvin
     }
     kinds = {name: values.dtype for name, values in inputs.items()}
     assert {name for name, kind in kinds.items() if kind == np.int64} == {"input_ids", "position_ids", "wanted_rows"}
+
+
+def test_ours_is_compared_with_the_better_figure_of_each_kind():
+    def row(engine: str, metric: str, value: float) -> Row:
+        return Row(engine, "fp32", "a case", metric, value, "", (value,))
+
+    values = {
+        "output throughput": (180.0, 100.0, 120.0),
+        "TTFT p50": (1.0, 3.0, 2.0),
+        "TTFT p99": (4.0, 5.0, 6.0),
+        "ITL p99 while computed": (50.0, 2000.0, 400.0),
+    }
+    rows = [
+        row(engine, metric, of_engine)
+        for metric, of_metric in values.items()
+        for engine, of_engine in zip((OURS, DEFAULTS, TUNED), of_metric, strict=True)
+    ]
+    found = compared(rows)
+    assert [round(row.value, 6) for row in found] == [1.5, 0.5, 0.8, 0.025, 0.125]
+    assert [row.verdict for row in found] == ["PASS", "PASS", "FAIL", "PASS", "PASS"]
