@@ -202,6 +202,7 @@ def test_describe_tells_value_default_unit_and_origin_of_every_setting(tmp_path:
 def test_describe_does_not_show_the_password_of_the_bus() -> None:
     rows = describe(GatewaySettings, ["--redis-url", "redis://:secret@host:1/0"])
     assert "secret" not in str(rows)
+    assert "secret" not in str(describe(GatewaySettings, ["--redis-url", "redis://:se@secret@host:1/0"]))
     assert load(GatewaySettings, ["--redis-url", "redis://:secret@host:1/0"]).redis_url == "redis://:secret@host:1/0"
 
 
@@ -212,3 +213,21 @@ def test_help_lists_every_flag_and_exits(capsys: pytest.CaptureFixture[str]) -> 
     shown = capsys.readouterr().out
     for name in settings_of(PrefillSettings):
         assert "--" + name.lower().replace("_", "-") in shown
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {"PDS_REDIS_URL": "redis://:hunter2 with a blank@host:1/0"},
+        {"PDS_REDIS_URL": "redis:/:hunter2@host"},
+        {"PDS_REDIS_URL": "redis://:p@hunter2@host with a blank"},
+        {"PDS_REDIS_PASSWORD": "hunter2"},
+        {"PDS_HF_TOKEN": "hunter2"},
+        {"PDS_REDIS_URLS": "redis://:hunter2@host"},
+    ],
+)
+def test_no_complaint_shows_a_secret(env: dict[str, str]) -> None:
+    with pytest.raises(SettingError) as caught:
+        load(GatewaySettings, [], env)
+    assert "hunter2" not in str(caught.value)
+    assert next(iter(env)).removeprefix("PDS_") in str(caught.value)

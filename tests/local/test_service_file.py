@@ -69,3 +69,16 @@ def test_nothing_ever_ran_here(tmp_path: Path) -> None:
 def test_between_taking_the_name_and_the_first_write_nothing_is_told(tmp_path: Path) -> None:
     with owned(tmp_path, "default"):
         assert read(tmp_path, "default") is None
+
+
+def test_only_its_owner_may_read_it_for_urls_may_hold_passwords(tmp_path: Path) -> None:
+    with owned(tmp_path, "default") as file:
+        for _ in range(2):
+            write(file, a_service("default"))
+            assert file.stat().st_mode & 0o077 == 0
+
+
+def test_a_folder_that_cannot_be_written_is_named_with_the_remedy(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ServiceError, match="set PDS_HOME"), owned(tmp_path / "file", "default"):
+        pass

@@ -167,6 +167,12 @@ def test_a_failed_build_leaves_nothing_and_tells_why(tmp_path: Path, builder_mod
     assert (tmp_path / "x" / "result").read_text() == "whole"
 
 
+def test_a_home_that_cannot_be_written_is_named_with_the_remedy(tmp_path: Path, builder_module: str) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ModelError, match="set PDS_HOME"):
+        build_once(tmp_path / "file" / "x", builder_module, ["slow", str(tmp_path / "log")], quiet)
+
+
 @pytest.mark.slow
 def test_the_demo_model_knows_the_capital_of_france(tmp_path: Path) -> None:
     path = resolve_model("demo", tmp_path, quiet)

@@ -60,12 +60,10 @@ def owned(home: Path, service: str) -> Iterator[Path]:
     """Hold the service's name while it runs; gives the file to `write`, which is gone afterwards.
 
     Raises:
-        ServiceError: it runs already.
+        ServiceError: it runs already, or the folder cannot be written.
     """
-    folder = run_folder(home)
-    folder.mkdir(parents=True, exist_ok=True)
-    file = folder / f"{service}.json"
-    with _lock_file(home, service).open("w") as lock:
+    file = run_folder(home) / f"{service}.json"
+    with _open_lock(home, service) as lock:
         if not _take(lock):
             raise ServiceError(
                 f"service {service!r} runs here already (see `pdserve status`): stop it, or give another --service"
@@ -77,8 +75,9 @@ def owned(home: Path, service: str) -> Iterator[Path]:
 
 
 def write(file: Path, service: LocalService) -> None:
-    """Replace the file as a whole: a reader sees the old or the new one."""
+    """Replace the file as a whole: a reader sees the old or the new one. Its owner's alone: URLs may hold passwords."""
     temporary = file.with_suffix(".tmp")
+    temporary.touch(mode=0o600)
     temporary.write_bytes(msgspec.json.format(msgspec.json.encode(service)) + b"\n")
     os.replace(temporary, file)
 
@@ -100,6 +99,16 @@ def read_all(home: Path) -> list[LocalService]:
 
 def _lock_file(home: Path, service: str) -> Path:
     return run_folder(home) / f".{service}.lock"
+
+
+def _open_lock(home: Path, service: str) -> TextIO:
+    try:
+        run_folder(home).mkdir(parents=True, exist_ok=True)
+        return _lock_file(home, service).open("w")
+    except OSError as error:
+        raise ServiceError(
+            f"{run_folder(home)} cannot be written ({error.strerror}): set PDS_HOME to a folder that can"
+        ) from error
 
 
 def _take(lock: TextIO) -> bool:

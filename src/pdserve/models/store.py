@@ -29,11 +29,16 @@ def build_once(folder: Path, module: str, arguments: list[str], progress: Callab
         progress: called with each line the builder prints.
 
     Raises:
-        ModelError: the builder failed; the message ends with its last lines.
+        ModelError: the builder failed (the message ends with its last lines), or the folder cannot be written.
     """
     if folder.is_dir():
         return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ModelError(
+            f"{folder.parent} cannot be made ({error.strerror}): set PDS_HOME to a folder that can be written"
+        ) from error
     with _locked(folder.with_name(f".{folder.name}.lock"), progress):
         if folder.is_dir():
             return folder

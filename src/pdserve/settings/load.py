@@ -23,6 +23,8 @@ from pdserve.settings.processes import NAMES_READ_ELSEWHERE, PROCESSES, SharedSe
 T = TypeVar("T", bound=SharedSettings)
 
 _PREFIX = "PDS_"
+_SECRET_NAME = re.compile(r"PASSWORD|PASSWD|SECRET|TOKEN|API_KEY|CREDENTIAL")
+"""In a name that is unknown here: its value may be one, and complaints end in logs."""
 
 
 class _Found(NamedTuple):
@@ -59,7 +61,7 @@ def describe(
     env: Mapping[str, str] | None = None,
     defaults: Mapping[str, object] | None = None,
 ) -> list[dict[str, object]]:
-    """Every setting of a process, for `pdserve config --json`. A password in a URL is not shown."""
+    """Every setting of a process, for `pdserve config --json`. A password in a URL is not shown, nor in complaints."""
     values, origins = _resolve(cls, argv, env or {}, defaults or {})
     return [
         {
@@ -92,7 +94,7 @@ def help_text(cls: type[SharedSettings]) -> str:
 
 
 def _without_password(value: object) -> object:
-    return re.sub(r"(://[^:/@]*:)[^@]*@", r"\1***@", value) if isinstance(value, str) else value
+    return re.sub(r"(:/*[^:/@]*:).*@", r"\1***@", value, flags=re.DOTALL) if isinstance(value, str) else value
 
 
 def _shown(value: object) -> str:
@@ -134,7 +136,7 @@ def _cast(name: str, value: object, about: Setting) -> object:
     try:
         return about.kind.parse(_shown(value))
     except ValueError:
-        raise SettingError(name, value, about.kind.expected) from None
+        raise SettingError(name, _without_password(value), about.kind.expected) from None
 
 
 def _from_flags(cls: type[SharedSettings], argv: Sequence[str]) -> Iterator[tuple[str, _Found]]:
@@ -169,7 +171,8 @@ def _from_environment(known: Mapping[str, object], env: Mapping[str, str]) -> It
         if variable.startswith(_PREFIX):
             name = variable.removeprefix(_PREFIX)
             if name not in acceptable:
-                raise SettingError(variable, env[variable], _known_like(name, acceptable, _PREFIX.__add__))
+                value = "***" if _SECRET_NAME.search(variable) else _without_password(env[variable])
+                raise SettingError(variable, value, _known_like(name, acceptable, _PREFIX.__add__))
             if env[variable].strip():
                 yield name, _Found(env[variable], f"environment {variable}")
 
