@@ -241,7 +241,9 @@ def _gateway() -> Schema:
                 },
                 is_defaulted=True,
             ),
-            "apiKeysSecretRef": secret_key("File of API keys. Default: anyone may ask."),
+            "apiKeysSecretRef": secret_key(
+                "File of API keys. This version checks none, and its gateways refuse to start with one."
+            ),
             "resources": free_form("Container resources. Default: requests of half a core and 512 MiB."),
             "drainSeconds": integer("Time for streams to end when a gateway stops.", 60, maximum=3600),
             "podTemplate": free_form("Laid over the pod template that the operator makes (strategic merge)."),

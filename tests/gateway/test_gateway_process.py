@@ -216,7 +216,10 @@ async def test_a_taken_port_and_a_bad_setting_are_one_readable_line(redis_url: s
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        for flags, word in (("--port", str(port)), "in use"), (("--port", "x"), "PORT"):
+        keys = ("--api-keys-file", "keys.json")  # not checked yet, so it must not pretend to
+        never = ("--disaggregation", "never", "--local-prefill", "never")
+        cases = [(("--port", str(port)), "in use"), (("--port", "x"), "PORT")]
+        for flags, word in [*cases, (keys, "API_KEYS_FILE"), (never, "LOCAL_PREFILL")]:
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "pdserve.gateway", "--model", str(tiny_model_dir)),
                 *("--redis-url", redis_url, *flags),

@@ -104,6 +104,10 @@ class ProcessSettings(SharedSettings):
 class GatewaySettings(ProcessSettings):
     """HTTP in, tokens out."""
 
+    metrics_port: int = setting(
+        0, port, "Port of its own for /metrics, /ready, /health and /debug; 0 = that of the API.",
+        why="Only gateways that share a port need one.",
+    )  # fmt: skip
     port: int = setting(8000, port, "Port of the API; 0 = any free one.", why="What clients of such servers try first.")
     disaggregation: str = setting(
         "auto",
@@ -166,7 +170,10 @@ class GatewaySettings(ProcessSettings):
         600.0, seconds, "Timelines of finished requests are kept this long.", unit="s", why="Time to look at one."
     )
     api_keys_file: str | None = setting(
-        None, optional(text), "API keys; without it anyone may ask.", why="On one machine nobody else can."
+        None,
+        optional(text),
+        "API keys. This version checks none, and refuses to start with one.",
+        why="On one machine nobody else can ask.",
     )
     ttft_slo_s: float = setting(
         2.0, seconds, "Target for the first token.", unit="s", why="A reader's patience; a GPU service sets less."
