@@ -284,3 +284,18 @@ async def test_20000_small_messages_take_at_most_a_second(bus: Bus) -> None:
     await delivered(bus)
     # CPU time and not wall time: the cores are shared.
     assert time.process_time() - started_s < 1.0
+
+
+async def test_neither_writer_nor_watch_ends_by_an_exception(
+    bus: Bus, numbered: Numbered, until: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with monkeypatch.context() as patched:
+        for broken in ("_write", "execute"):
+            patched.setattr(bus, broken, lambda *_, **__: 1 / 0)
+        bus.send("stream", numbered(1))
+        await until(lambda: "looking after the bus failed" in caplog.text and bus.num_refused_messages == 1)
+        assert not bus.is_up
+    bus.send("stream", numbered(2))
+    await delivered(bus)
+    await until(lambda: bus.is_up)
+    assert [[m.attempt for m in entry] for entry in entries_of(bus.url, "stream")] == [[2]]

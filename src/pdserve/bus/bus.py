@@ -3,6 +3,7 @@
 The writer, in words: wait until something is queued; take what is there; make one entry per stream of it;
 write all entries in one transaction, each with its stream's time to live; while that fails, wait a little
 and repeat. So the order within a stream is kept, and an entry may be written twice but never half.
+Neither the writer nor the watch ever ends by an exception: without them a process is mute or blind.
 
 It never blocks a sender, never trims a stream, and never decides what a lost server means: it tells.
 """
@@ -57,7 +58,7 @@ class Bus:
         self.timeout_s = timeout_s
         self.clock = clock
         self.num_refused_messages = 0
-        """Messages that could not be packed, or whose stream's key is no stream."""
+        """Messages that could not be packed or sent, or whose stream's key is no stream."""
         self._stream_ttl_ms = int(1000 * stream_ttl_s)
         self._max_stream_entries = max_stream_entries
         self._outbox = Outbox(max_queued_messages)
@@ -181,7 +182,11 @@ class Bus:
             batch = self._outbox.take(MAX_MESSAGES_PER_FLUSH)
             if not self._outbox:
                 self._has_messages.clear()
-            await self._deliver(self._pack(batch))
+            try:
+                await self._deliver(self._pack(batch))
+            except Exception:
+                self.num_refused_messages += sum(map(len, batch.values()))
+                _log.exception("messages for %d streams are dropped: a programming error", len(batch))
             async with self._progress:
                 self._num_settled += sum(len(messages) for messages in batch.values())
                 self._progress.notify_all()
@@ -266,7 +271,11 @@ class Bus:
                     # A writer in trouble asks at once, but a dead server is not asked without pause.
                     await asyncio.sleep(FIRST_RETRY_S)
             self._check_now.clear()
-            await self._check()
+            try:
+                await self._check()
+            except Exception:
+                _log.exception("looking after the bus failed: a programming error")
+                self._server.lost()
 
     async def _check(self) -> None:
         full = list(self._full_streams)

@@ -30,6 +30,9 @@ from pdserve.worker.tasks import TaskSet
 
 logger = get_logger(__name__)
 
+_ABANDON_S = 5.0
+"""Giving everything up waits for the end of the running step; one that hangs must not keep the process."""
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerFacts:
@@ -115,10 +118,16 @@ class WorkerHost:
             await asyncio.sleep(0.05)
         if self._policy.num_held:
             logger.warning("drain time is over: handing %d attempts back", self._policy.num_held)
-        await self._policy.abandon("draining")
-        with contextlib.suppress(BusError):
+        try:
+            async with asyncio.timeout(_ABANDON_S):
+                await self._policy.abandon("draining")
+        except TimeoutError:
+            logger.error("a step hangs: leaving without its end")
+        try:
             await self._registry.withdraw_worker(self._identity.worker_id)
-        await self._bus.flush()
+            await self._bus.flush()
+        except BusError as error:
+            logger.warning("leaving without a word, the registration will expire: %s", error)
         self._inbox.close()
         self._tasks.cancel()
 

@@ -26,6 +26,7 @@ from pdserve.errors import SettingError
 from pdserve.faults import Faults
 from pdserve.http_server import HttpServer, listen, url_of
 from pdserve.log import get_logger, setup_logging
+from pdserve.messages import Message
 from pdserve.metrics.process import ProcessMetrics, render
 from pdserve.metrics.worker import WorkerMetrics
 from pdserve.registration import Role
@@ -150,7 +151,7 @@ class _Worker:
             inbox=Inbox(bus),
             attempts=Attempts(
                 lambda: self._identity.peer,
-                lambda gateway_id, message: bus.send(bus.keys.tokens(gateway_id), message),
+                lambda gateway_id, message: self._publish(bus, bus.keys.tokens(gateway_id), message),
                 is_held_back=lambda gateway_id: bus.is_stream_full(bus.keys.tokens(gateway_id)),
                 keep_s=_MAX_HEARTBEATS_KEPT * settings.heartbeat_s,
             ),
@@ -228,6 +229,14 @@ class _Worker:
             clock=time.monotonic,
             faults=self._faults,
         )
+
+    def _publish(self, bus: Bus, stream: str, message: Message) -> None:
+        """Send now; or late, as a test hook says, with the order kept."""
+        delay_s = self._faults.delay_s("publish") if self._faults is not None else 0.0
+        if delay_s:
+            asyncio.get_running_loop().call_later(delay_s, bus.send, stream, message)
+        else:
+            bus.send(stream, message)
 
     def _before_step(self) -> None:
         """Test hook, in the engine's thread."""
