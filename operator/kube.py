@@ -118,9 +118,10 @@ class Kube:
         content = json.dumps(body).encode() if body is not None else None
         headers = {"Content-Type": kind} if body is not None else {}
         for attempt in range(_TRIES):
+            session = self._session
             status, retry_after, text = await self._send(verb, path, content, headers, params)
             if status == 401 and attempt == 0:
-                await self._renew()
+                await self._renew(session)
             elif status == 429 or status >= 500:
                 await asyncio.sleep(_pause_s(retry_after, attempt))
             else:
@@ -137,11 +138,12 @@ class Kube:
         except (aiohttp.ClientError, TimeoutError) as error:
             raise ClusterError(f"{verb} {path}: the API server does not answer ({error!r})") from error
 
-    async def _renew(self) -> None:
-        """A pod's token is replaced in its file before it expires."""
-        old, self._credentials = self._session, read_credentials()
-        self._session = _session(self._credentials)
-        await old.close()
+    async def _renew(self, refused: aiohttp.ClientSession) -> None:
+        """A pod's token is replaced in its file before it expires. Refused together, requests renew it once."""
+        if self._session is refused:
+            self._credentials = read_credentials()
+            self._session = _session(self._credentials)
+            await refused.close()
 
 
 def _session(credentials: Credentials) -> aiohttp.ClientSession:

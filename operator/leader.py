@@ -45,11 +45,16 @@ class Leadership:
         while time.monotonic() - renewed_s < self._lease_s * 2 / 3:
             await asyncio.sleep(self._lease_s / 3)
             try:
-                lease = await self._kube.get(self._path)
-                if lease["spec"].get("holderIdentity") != self._identity:
-                    break
-                await self._write(lease, self._identity)
-                renewed_s = time.monotonic()
+                # A server that answers late must not make us lead when another one does already.
+                async with asyncio.timeout(self._lease_s / 3):
+                    lease = await self._kube.get(self._path)
+                    if lease["spec"].get("holderIdentity") != self._identity:
+                        break
+                    asked_s = time.monotonic()
+                    await self._write(lease, self._identity)
+                    renewed_s = asked_s
+            except TimeoutError:
+                logger.warning("leadership not renewed: the API server is slow")
             except ClusterError as error:
                 logger.warning("leadership not renewed: %s", error)
         logger.error("%s does not lead any more", self._identity)

@@ -67,8 +67,9 @@ async def _lead(
     stop: asyncio.Event,
 ) -> bool:
     """Act until told to stop; whether leadership was lost."""
-    if await _first(stop.wait(), wait_for_own_kinds(kube)) == 0:
-        return False
+    first = await _first(stop.wait(), leadership.keep(), wait_for_own_kinds(kube))
+    if first in (0, _LEADERSHIP_LOST):
+        return first == _LEADERSHIP_LOST
     facts = await discover(kube, settings.image)
     logger.info("watching %s; %s", "all namespaces" if settings.all_namespaces else namespace, facts)
     loop = ReconcileLoop(kube, facts, resync_s=settings.resync_s, telemetry=telemetry)

@@ -35,8 +35,10 @@ class ApiServer:
         self.answers: list[tuple[int, dict[str, str]]] = []
         self.requests: list[tuple[str, str]] = []
         self.version = 0
+        self.hangs_s = 0.0
 
     async def handle(self, request: web.Request) -> web.Response:
+        await asyncio.sleep(self.hangs_s)
         self.requests.append((request.method, request.path))
         if self.answers:
             status, headers = self.answers.pop(0)
@@ -192,6 +194,17 @@ async def test_a_lease_that_can_not_be_renewed_is_given_up_before_another_may_ta
         assert asyncio.get_running_loop().time() - began_s < 1.2
 
 
+async def test_a_lease_is_given_up_in_time_when_the_server_hangs() -> None:
+    async with running() as (server, kube):
+        first = Leadership(kube, "shop", "first", 0.6)
+        await first.acquire()
+        server.hangs_s = 3.0
+        began_s = asyncio.get_running_loop().time()
+        await asyncio.wait_for(first.keep(), 5)
+        assert asyncio.get_running_loop().time() - began_s < 1.5
+        server.hangs_s = 0.0
+
+
 async def test_a_service_that_is_gone_is_forgotten_without_retries() -> None:
     async with running() as (server, kube):
         loop = ReconcileLoop(kube, ClusterFacts(), resync_s=30, telemetry=Telemetry())
@@ -279,3 +292,19 @@ def test_paths_are_those_of_the_api() -> None:
         "/apis/networking.k8s.io/v1/namespaces/shop/networkpolicies"
     )
     assert path_of("apps/v1", "Deployment", None) == "/apis/apps/v1/deployments"
+
+
+async def test_requests_that_are_refused_together_read_new_credentials_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running() as (server, kube):
+        server.objects[POD] = {"metadata": {"name": "p"}}
+        server.answers = [(401, {})] * 3
+        times_read = []
+
+        def read() -> Credentials:
+            times_read.append(1)
+            return kube._credentials
+
+        monkeypatch.setattr("pdserve.operator.kube.read_credentials", read)
+        found = await asyncio.gather(*(kube.get(POD) for _ in range(3)))
+        assert found == [{"metadata": {"name": "p"}}] * 3
+        assert len(times_read) == 1
