@@ -59,6 +59,12 @@ class ChatPrompts:
         Raises:
             InvalidRequestError: the model cannot chat, or its template refuses these messages.
         """
+        try:
+            return self._build(chat)
+        except RecursionError:
+            raise InvalidRequestError("the messages are nested too deeply", param="messages") from None
+
+    def _build(self, chat: Chat) -> Prompt:
         template, control = self.template, self.tokenizer.control_tokens
         if template is None:
             raise InvalidRequestError(

@@ -18,7 +18,7 @@ TRANSFER_REASONS = frozenset({"handoff_failed", "handoff_timeout", "integrity", 
 
 REASONS = (
     *("no_capacity", "draining", "handoff_timeout", "handoff_failed", "integrity", "prefill_failed", "no_token0"),
-    *("prefill_timeout", "deadline", "too_long", "fingerprint", "step_failed", "restarting", "cancelled"),
+    *("prefill_timeout", "deadline", "too_long", "fingerprint", "schema", "step_failed", "restarting", "cancelled"),
     *("worker_gone", "lost", "no_progress", "divergence", "other"),
 )
 """Closed set of re-dispatch reasons: those of `messages.Failed`, then the gateway's own."""

@@ -41,7 +41,7 @@ async def tokenize(frontend: Frontend, call: Call, fields: Fields) -> None:
     }
     if fields.boolean("return_token_strs", False):
         entry = frontend.prompts.tokenizer.backend_tokenizer.id_to_token
-        body["token_strs"] = [entry(token_id) for token_id in token_ids]
+        body["token_strs"] = await frontend.in_thread(lambda: [entry(token_id) for token_id in token_ids])
     await call.responder.json(body)
 
 

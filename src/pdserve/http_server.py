@@ -1,4 +1,4 @@
-"""The socket side of gateways and workers: uvicorn with bounded buffers, stopped by its owner alone.
+"""The socket side of gateways and workers: uvicorn with bounded buffers and heads, stopped by its owner alone.
 
 What a client has not read is kept up to `stream_buffer_bytes`; beyond that writing waits, and sse.py gives the client
 up after its stall timeout. The kernel closes connections whose peer has vanished in the same time.
@@ -18,6 +18,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 ABORT = "pdserve.abort"
 """Scope extension: closes the connection at once and forgets what it has not written."""
+MAX_HEAD_BYTES = 64 * 1024
+"""Path and headers of one request, give or take what arrives together."""
 _BACKLOG = 2048
 _TICKS_PER_S = 10
 """uvicorn renews its Date header every tenth tick."""
@@ -119,6 +121,7 @@ def _bounded_protocol(stream_buffer_bytes: int, stall_timeout_s: float) -> type[
     class BoundedProtocol(HttpToolsProtocol):
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
+            self._is_in_head, self._num_head_bytes = True, 0
             transport.set_write_buffer_limits(high=stream_buffer_bytes)
             sock = cast("socket.socket | None", transport.get_extra_info("socket"))
             option: Any = getattr(socket, "TCP_USER_TIMEOUT", None)
@@ -126,7 +129,20 @@ def _bounded_protocol(stream_buffer_bytes: int, stall_timeout_s: float) -> type[
                 sock.setsockopt(socket.IPPROTO_TCP, option, int(1000 * stall_timeout_s))
 
         def on_message_begin(self) -> None:
+            self._is_in_head, self._num_head_bytes = True, 0
             super().on_message_begin()
             cast("dict[str, Any]", self.scope)["extensions"] = {ABORT: self.transport.abort}
+
+        def on_headers_complete(self) -> None:
+            self._is_in_head = False
+            super().on_headers_complete()
+
+        def data_received(self, data: bytes) -> None:
+            """The parser has no limit of its own for a head that does not end."""
+            if self._is_in_head and self._num_head_bytes > MAX_HEAD_BYTES:
+                self.send_400_response("The request's head is too large.")
+                return
+            self._num_head_bytes += len(data) if self._is_in_head else 0
+            super().data_received(data)
 
     return BoundedProtocol

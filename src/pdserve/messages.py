@@ -286,7 +286,7 @@ class Failed(AttemptMessage, frozen=True, kw_only=True, tag=True):
     generation: str
     reason: str
     """no_capacity | draining | handoff_timeout | handoff_failed | integrity | prefill_failed | no_token0 |
-    prefill_timeout | deadline | too_long | fingerprint | step_failed | restarting | cancelled."""
+    prefill_timeout | deadline | too_long | fingerprint | schema | step_failed | restarting | cancelled."""
     retryable: bool
     detail: str = ""
     was_in_step: bool = False

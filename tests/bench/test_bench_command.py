@@ -115,3 +115,13 @@ def test_a_server_that_fails_the_first_request_is_one_clear_sentence(
 def test_a_bad_flag_is_named(argv: list[str], name: str) -> None:
     with pytest.raises(SettingError, match=name):
         parse_options(argv)
+
+
+def test_a_result_that_cannot_be_written_is_printed_all_the_same(
+    server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["--url", server.url, "--concurrency", "1", "--num-requests", "2", "--runs", "1", "--warmup", "0"]
+    assert main([*argv, "--json", str(tmp_path / "no" / "such" / "folder.json")]) == 1
+    told = capsys.readouterr()
+    assert "TTFT" in told.out
+    assert "cannot be written" in told.err

@@ -21,6 +21,9 @@ class ChatServer:
         self.hold = threading.Event()
         self.broken_pipes = threading.Event()
         self.url = ""
+        self.models: dict[str, Any] = {"data": [{"id": "fake"}]}
+        self.raw = {"[DONE]"}
+        """Pieces that are sent as they are."""
 
 
 @pytest.fixture
@@ -32,7 +35,7 @@ def chat_server() -> Iterator[ChatServer]:
             pass
 
         def do_GET(self) -> None:
-            self._json(200, {"data": [{"id": "fake"}]})
+            self._json(200, state.models)
 
         def do_POST(self) -> None:
             state.bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
@@ -54,8 +57,8 @@ def chat_server() -> Iterator[ChatServer]:
                 state.hold.set()
                 while True:  # until the client leaves
                     self.wfile.write(b": keep-alive\n\n")
-            if isinstance(piece, str):
-                piece = {"choices": [{"index": 0, "delta": {"content": piece}}]} if piece != "[DONE]" else piece
+            if isinstance(piece, str) and piece not in state.raw:
+                piece = {"choices": [{"index": 0, "delta": {"content": piece}}]}
             text = piece if isinstance(piece, str) else json.dumps(piece)
             self.wfile.write(f"data: {text}\n\n".encode())
 

@@ -116,3 +116,18 @@ def test_without_a_service_the_message_names_the_command_that_starts_one(
     message = capsys.readouterr().err
     assert "pdserve up" in message
     assert "http://127.0.0.1:9" in message
+
+
+def test_something_else_at_the_url_is_said_in_a_sentence(
+    chat_server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(chat_server, "models", {"hello": "world"})
+    assert main(["hi", "--url", chat_server.url]) == 1
+    assert "is no OpenAI-compatible service" in capsys.readouterr().err
+
+
+def test_an_event_that_cannot_be_read_is_no_traceback(chat_server, capsys: pytest.CaptureFixture[str]) -> None:
+    chat_server.answers = [["a", "[NONSENSE", "[DONE]"]]
+    chat_server.raw = {"[NONSENSE"}
+    assert main(["hi", "--url", chat_server.url]) == 1
+    assert "cannot be read" in capsys.readouterr().err

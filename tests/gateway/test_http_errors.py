@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -149,3 +150,31 @@ async def test_a_clients_request_id_is_shown_only_when_short_and_plain(
     assert response.headers["x-request-id"] == (given if is_kept else request.request_id)
     assert "x" * 64 not in response.text
     assert request.request_id != given
+
+
+@pytest.mark.parametrize("depth", [300, 700, 900, 3000])
+async def test_what_is_nested_too_deeply_is_never_a_500(tiny_model_dir: Path, depth: int) -> None:
+    nested = '{"a":' * depth + "1" + "}" * depth
+    body = f'{{"messages": [{{"role": "user", "content": "x"}}], "chat_template_kwargs": {nested}}}'
+    async with running(tiny_model_dir, speak("a")) as service:
+        response = await service.client.post(PATH, content=body, headers={"content-type": "application/json"})
+    assert response.status_code == (200 if depth == 300 else 400), response.text
+
+
+@pytest.mark.parametrize("where", ["a path", "one header", "many headers"])
+async def test_a_head_without_end_closes_the_connection(tiny_model_dir: Path, where: str) -> None:
+    piece = {"a path": b"x" * 1024, "one header": b"x" * 1024, "many headers": b"a: " + b"x" * 1000 + b"\r\n"}[where]
+    begin = {"a path": b"GET /", "one header": b"GET / HTTP/1.1\r\na: ", "many headers": b"GET / HTTP/1.1\r\n"}[where]
+    async with running(tiny_model_dir, speak("a")) as service:
+        host, port = service.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(begin)
+        with contextlib.suppress(ConnectionError):
+            for _ in range(2000):
+                writer.write(piece)
+                await writer.drain()
+        async with asyncio.timeout(10):
+            with contextlib.suppress(ConnectionError):
+                assert b"400" in await reader.read(100)
+        writer.close()
+        assert (await service.post(PATH, HELLO)).status_code == 200

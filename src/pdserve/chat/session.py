@@ -76,7 +76,10 @@ class Conversation:
     def _text_of(self, data: bytes) -> Iterator[str]:
         if data == b"[DONE]":
             return
-        event = json.loads(data)
+        try:
+            event = json.loads(data)
+        except ValueError:
+            raise ChatError("the answer broke off: an event of it cannot be read") from None
         if event.get("error"):
             raise ChatError(f"the answer broke off: {event['error'].get('message', event['error'])}")
         self.usage = event.get("usage") or self.usage
@@ -103,7 +106,12 @@ def open_conversation(
         ) from error
     if response.status_code != 200:
         raise ChatError(_error_text(response))
-    names = [entry["id"] for entry in response.json()["data"]]
+    try:
+        names = [entry["id"] for entry in response.json()["data"]]
+    except (ValueError, KeyError, TypeError):
+        raise ChatError(
+            f"what answers at {client.base_url} is no OpenAI-compatible service; name one with --url"
+        ) from None
     if model is None and not names:
         raise ChatError(f"the service at {client.base_url} serves no model")
     return Conversation(client, model or names[0], options, system)

@@ -7,6 +7,8 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 from pdserve.bench.benchmark import run_benchmark
 from pdserve.bench.options import parse_options
@@ -32,10 +34,19 @@ def main(argv: list[str] | None = None) -> int:
         print("pdserve bench: interrupted, nothing was recorded", file=sys.stderr)
         return 130
     print(table(result, options))
-    if options.json_path is not None:
-        options.json_path.write_text(json.dumps(as_json(result, options), allow_nan=False) + "\n", encoding="utf-8")
-        print(f"written: {options.json_path}")
+    if options.json_path is not None and not _written(options.json_path, as_json(result, options)):
+        return 1
     return 1 if result.median.num_failed == result.median.num_sent else 0
+
+
+def _written(path: Path, report: dict[str, Any]) -> bool:
+    try:
+        path.write_text(json.dumps(report, allow_nan=False) + "\n", encoding="utf-8")
+    except OSError as error:
+        print(f"pdserve bench: {path} cannot be written: {error.strerror}", file=sys.stderr)
+        return False
+    print(f"written: {path}")
+    return True
 
 
 def _note(line: str) -> None:

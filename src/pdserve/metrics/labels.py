@@ -17,7 +17,7 @@ PHASES = ("queued", "prefill", "handoff", "decode")
 """Where a sequence was when something happened to it."""
 FAILED_REASONS = (
     "no_capacity", "draining", "handoff_timeout", "handoff_failed", "integrity", "prefill_failed", "no_token0",
-    "prefill_timeout", "deadline", "too_long", "fingerprint", "step_failed", "restarting", "cancelled",
+    "prefill_timeout", "deadline", "too_long", "fingerprint", "schema", "step_failed", "restarting", "cancelled",
 )  # fmt: skip
 """Reasons of the message Failed."""
 REDISPATCH_REASONS = (*FAILED_REASONS, "worker_gone", "lost", "no_progress", "divergence")
