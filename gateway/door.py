@@ -1,7 +1,7 @@
 """The door: what is refused before it waits. Pure.
 
 400: can never fit, with the three numbers. 429: the queue is full, or waiting would outlast the deadline.
-503: no pair of workers, or no bus (unless requests are held for a pool that scales from zero).
+503: no workers for it, or no bus (unless requests are held for a pool that scales from zero).
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def check(request: GenerationRequest, view: DoorView, limits: DoorLimits) -> Ref
 def no_workers_error() -> UnavailableError:
     """There is nobody to serve a request."""
     return UnavailableError(
-        "No pair of prefill and decode workers is ready; try again later.",
+        "The workers that this request needs are not ready; try again later.",
         code="no_workers",
         retry_after_s=UNAVAILABLE_RETRY_S,
     )

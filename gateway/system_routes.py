@@ -44,7 +44,9 @@ def add_system_routes(app: FastAPI, view: SystemView) -> None:
             raise UnavailableError("This gateway is shutting down.", code="shutting_down", retry_after_s=1.0)
         if not view.is_ready():
             raise UnavailableError(
-                "No pair of prefill and decode workers is ready.", code="no_workers", retry_after_s=1.0
+                "The workers that a request needs are not ready, or the bus does not answer.",
+                code="no_workers",
+                retry_after_s=1.0,
             )
         return JSONResponse({"status": "ready"})
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pdserve.operator.deployments import HOLD_S, deployment, without_surge
+from pdserve.operator.deployments import deployment, without_surge
 from pdserve.operator.live import Live
 from pdserve.operator.names import GATEWAY, POOLS, TEMPLATE_LABEL
 from pdserve.operator.objects import Plan
@@ -76,11 +76,6 @@ def _pool_seen(live: Live, role: str, digest: str, wanted: int, now_s: float) ->
 
 def _without_node_s(pod: PodSeen, now_s: float) -> float:
     return max(0.001, now_s - pod.unschedulable_since_s) if pod.unschedulable_since_s is not None else 0.0
-
-
-def is_held(live: Live, role: str) -> bool:
-    """Whether a role's Deployment is steered by a rollout."""
-    return role in live.deployments and live.deployments[role]["spec"].get("minReadySeconds", 0) == HOLD_S
 
 
 def stepped(service: str, role: str, made: Json, step: PoolStep) -> Json:

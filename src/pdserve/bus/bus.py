@@ -68,7 +68,6 @@ class Bus:
         self._server_time_offset_s = 0.0
         self._full_streams: set[str] = set()
         self._new_server_callbacks: list[Callable[[], None]] = []
-        self._reconnect_callbacks: list[Callable[[], None]] = []
         self._has_messages = asyncio.Event()
         self._check_now = asyncio.Event()
         self._answered = asyncio.Event()
@@ -114,10 +113,6 @@ class Bus:
     def on_new_server(self, callback: Callable[[], None]) -> None:
         """Call back when another server answers (restart, failover, empty): register again, send rosters."""
         self._new_server_callbacks.append(callback)
-
-    def on_reconnect(self, callback: Callable[[], None]) -> None:
-        """Call back when the connection came back, to whichever server."""
-        self._reconnect_callbacks.append(callback)
 
     # --- life
 
@@ -302,7 +297,6 @@ class Bus:
             await self._warn_if_it_evicts()
         if self._server.num_reconnects != num_reconnects:
             _log.warning("the bus is back%s", ", another server or restarted" if is_new_server else "")
-            call_all(self._reconnect_callbacks)
         if is_new_server:
             call_all(self._new_server_callbacks)
 
