@@ -20,7 +20,6 @@ from safetensors.torch import save_file
 
 from pdserve.engine.executors.cpu import CpuExecutor
 from pdserve.engine.executors.cpu_weights import map_memory
-from pdserve.kernels.cpu_ops import CpuContext
 
 SMOLLM2_135M = {
     "model_type": "llama",
@@ -48,18 +47,25 @@ class Limits:
     """Best rates seen so far in this run."""
 
     read_gb_per_s: float = 0.0
-    gflops: float = 0.0
+    gflops: dict[int, float] = field(default_factory=dict)
+    """By the type in which weights are packed: pairs are multiplied twice as fast."""
     _memory: torch.Tensor = field(default_factory=lambda: map_memory(512 << 20).fill_(1))
 
-    def measure(self, context: CpuContext) -> None:
-        """Read half a gigabyte in huge pages; multiply and add on registers."""
+    def measure(self, executor: CpuExecutor) -> None:
+        """Read half a gigabyte in huge pages; multiply and add on registers, as this executor does."""
+        context, packed_type = executor.context, executor.packed_type
         rate = context.read_gb_per_s(self._memory.data_ptr(), self._memory.numel() // 4)
         self.read_gb_per_s = max(self.read_gb_per_s, rate)
-        self.gflops = max(self.gflops, context.fma_gflops(5_000_000))
+        self.gflops[packed_type] = max(self.gflops.get(packed_type, 0.0), context.fma_gflops(5_000_000, packed_type))
 
-    def seconds(self, num_bytes: float, flops: float) -> float:
+    def seconds(self, executor: CpuExecutor, num_bytes: float, flops: float) -> float:
         """What the slower of memory and arithmetic needs, each at its best rate."""
-        return max(num_bytes / self.read_gb_per_s, flops / self.gflops) * 1e-9
+        return max(num_bytes / self.read_gb_per_s, flops / self.gflops[executor.packed_type]) * 1e-9
+
+    def describe_arithmetic(self, executors: dict[str, CpuExecutor]) -> str:
+        """The rate of each executor's products."""
+        rates = [f"{name} {self.gflops[executor.packed_type]:.0f}" for name, executor in executors.items()]
+        return f"arithmetic {', '.join(rates)} GFLOP/s"
 
 
 def parse(name: str, description: str, argv: list[str] | None) -> argparse.Namespace:

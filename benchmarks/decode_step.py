@@ -31,7 +31,7 @@ def main(argv: list[str] | None = None) -> None:
     times_s: dict[tuple[str, int], list[float]] = {}
     for _ in range(options.rounds):
         for name, executor in executors.items():
-            limits.measure(executor.context)
+            limits.measure(executor)
             for size in BATCH_SIZES:
                 batch = decode_batch(size, blocks)
                 executor.run(batch)
@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> None:
                 steps += [timed(lambda run=executor.run, batch=batch: run(batch)) for _ in range(3)]
     first = next(iter(executors.values()))
     print(f"{first.isa}, {first.context.num_threads} threads; memory {limits.read_gb_per_s:.1f} GB/s,", end=" ")
-    print(f"arithmetic {limits.gflops:.0f} GFLOP/s; shares of the limit are of the best step")
+    print(f"{limits.describe_arithmetic(executors)}; shares of the limit are of the best step")
     rows = [
         row
         for (name, size), values in times_s.items()
@@ -75,7 +75,7 @@ def step_limit_s(executor: CpuExecutor, batch: list[SequenceSlice], limits: Limi
     keys = sum(piece.start + 1 for piece in batch)
     num_bytes = executor.weight_bytes + keys * executor.kv_spec.bytes_per_token
     attention = 4 * keys * executor.num_attention_values
-    return limits.seconds(num_bytes, 2 * len(batch) * executor.num_weights + attention)
+    return limits.seconds(executor, num_bytes, 2 * len(batch) * executor.num_weights + attention)
 
 
 if __name__ == "__main__":

@@ -22,16 +22,16 @@ def main(argv: list[str] | None = None) -> None:
     times_s: dict[tuple[str, int], list[float]] = {}
     for _ in range(options.rounds):
         for name, executor in executors.items():
-            limits.measure(executor.context)
+            limits.measure(executor)
             for count in PROMPT_TOKENS:
                 elapsed = timed(lambda executor=executor, count=count: prefill(executor, count))
                 times_s.setdefault((name, count), []).append(elapsed)
     first = next(iter(executors.values()))
-    print(f"{first.isa}, {first.context.num_threads} threads; arithmetic {limits.gflops:.0f} GFLOP/s")
+    print(f"{first.isa}, {first.context.num_threads} threads; {limits.describe_arithmetic(executors)}")
     rows = [
         row
         for (name, count), values in times_s.items()
-        for row in _rows(name, count, values, limits.seconds(0, prefill_flops(executors[name], count)))
+        for row in _rows(name, count, values, prefill_limit_s(executors[name], count, limits))
     ]
     rates = {row.case: row.value for row in rows if row.metric == "rate" and row.precision == rows[0].precision}
     publish(
@@ -57,10 +57,14 @@ def prefill(executor: CpuExecutor, count: int) -> None:
         executor.run([SequenceSlice([7] * size, start, table, samples=start + size == count)])
 
 
-def prefill_flops(executor: CpuExecutor, count: int) -> float:
-    """All matrices but the head for each token, causal attention, the head once."""
-    layers = executor.num_weights - executor.num_head_weights
-    return 2 * count * layers + 2 * count * count * executor.num_attention_values + 2 * executor.num_head_weights
+def prefill_limit_s(executor: CpuExecutor, count: int, limits: Limits) -> float:
+    """All matrices but the head for each token, causal attention, the head once.
+
+    In the last layer only the last row of a prompt needs more than its keys and values.
+    """
+    rows = count * (executor.num_weights - executor.num_head_weights) - (count - 1) * executor.num_skipped_weights
+    attention = 2 * count * count * executor.num_attention_values * (1 - 1 / executor.kv_spec.num_layers)
+    return limits.seconds(executor, 0, 2 * rows + attention + 2 * executor.num_head_weights)
 
 
 if __name__ == "__main__":

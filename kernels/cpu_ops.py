@@ -11,7 +11,7 @@ import functools
 import os
 from pathlib import Path
 
-F32, BF16, I8, F16, BF16_PAIRS = 0, 1, 2, 3, 4
+F32, BF16, I8, F16, BF16_PAIRS, I8_PAIRS = 0, 1, 2, 3, 4, 5
 PANEL = 32
 """Columns of a panel of packed weights."""
 GATE_GROUP = 16
@@ -23,7 +23,7 @@ _i64 = ctypes.c_int64
 
 
 class Matrix(ctypes.Structure):
-    """PdsMatrix: panels `[ceil(n / 32)][k][32]`, or `[ceil(n / 32)][ceil(k / 2)][32][2]`; scale and bias `[n]`."""
+    """PdsMatrix: panels `[ceil(n / 32)][k][32]`, or in pairs of k (kernels/cpu/api.h); scale and bias `[n]`."""
 
     _fields_ = (("panels", _address), ("scale", _address), ("bias", _address), ("k", _i32), ("n", _i32))
 
@@ -104,7 +104,7 @@ def load_library() -> ctypes.CDLL:
     library.pds_block_sums.restype = None
     library.pds_read_gb_per_s.argtypes = (_address, _address, _i64)
     library.pds_read_gb_per_s.restype = ctypes.c_double
-    library.pds_fma_gflops.argtypes, library.pds_fma_gflops.restype = (_address, _i64), ctypes.c_double
+    library.pds_fma_gflops.argtypes, library.pds_fma_gflops.restype = (_address, _i32, _i64), ctypes.c_double
     return library
 
 
@@ -145,16 +145,16 @@ class CpuContext:
             raise MemoryError(f"no memory for the intermediate results of {batch.num_rows} rows")
 
     def packed_type(self, weight_type: int) -> int:
-        """The type in which `step` wants weights of this type packed; BF16 may become BF16_PAIRS."""
+        """The type in which `step` wants weights of this type packed: BF16 and I8, or pairs of them."""
         return int(self._library.pds_packed_type(self._handle, weight_type))
 
     def read_gb_per_s(self, address: int, num_floats: int) -> float:
         """Rate at which all threads together read memory once."""
         return float(self._library.pds_read_gb_per_s(self._handle, address, num_floats))
 
-    def fma_gflops(self, iterations: int) -> float:
-        """Rate of multiply-adds on registers, all threads together."""
-        return float(self._library.pds_fma_gflops(self._handle, iterations))
+    def fma_gflops(self, iterations: int, packed_type: int = F32) -> float:
+        """Rate of multiply-adds on registers, as for weights of this type, all threads together."""
+        return float(self._library.pds_fma_gflops(self._handle, packed_type, iterations))
 
 
 def pack(

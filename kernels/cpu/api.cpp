@@ -1,6 +1,7 @@
 // The exported functions: choice of the instruction set, contexts, one step, the machine's limits.
 #include "api.h"
 
+#include <atomic>
 #include <chrono>
 #include <cstring>
 #include <new>
@@ -79,7 +80,11 @@ void pds_destroy(PdsContext* context) { delete context; }
 const char* pds_isa(const PdsContext* context) { return context->isa->name; }
 
 int32_t pds_packed_type(const PdsContext* context, int32_t weight_type) {
-    return weight_type == kBf16 ? context->isa->packed_bf16 : weight_type;
+    switch (weight_type) {
+        case kBf16: return context->isa->packed_bf16;
+        case kI8: return context->isa->packed_i8;
+        default: return weight_type;
+    }
 }
 
 int32_t pds_step(PdsContext* context, const PdsModel* model, const PdsBatch* batch) {
@@ -104,7 +109,12 @@ double pds_read_gb_per_s(PdsContext* context, const float* data, int64_t num_flo
     return share * threads * 4e-9 / elapsed;
 }
 
-double pds_fma_gflops(PdsContext* context, int64_t iterations) {
-    const double elapsed = timed(context->pool, [&](int) { sink = context->isa->burn(iterations); });
-    return context->isa->burn_flops(iterations) * context->pool.num_threads() * 1e-9 / elapsed;
+double pds_fma_gflops(PdsContext* context, int32_t packed_type, int64_t iterations) {
+    std::atomic<int64_t> flops{0};
+    const double elapsed = timed(context->pool, [&](int) {
+        const Burned burned = context->isa->burn(packed_type, iterations);
+        sink = burned.value;
+        flops += burned.flops;
+    });
+    return flops * 1e-9 / elapsed;
 }

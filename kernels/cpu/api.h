@@ -4,7 +4,8 @@
 // Packed weights: panels of 32 output columns, [ceil(N / 32)][K][32], columns beyond N zero. All matrices are
 // y[M][N] = x[M][K] . w[N][K]^T. gate and up are interleaved in groups of 16 columns, so that one panel holds
 // 16 gate columns and the 16 up columns that belong to them. In pairs, panels are [ceil(N / 32)][ceil(K / 2)][32][2]:
-// two neighbouring k of a column lie side by side, the last one zero when K is odd.
+// two neighbouring k of a column lie side by side, the last one zero when K is odd; of int8, 16 columns' even k lie
+// before their odd ones: [ceil(N / 32)][ceil(K / 2)][2][2][16].
 #pragma once
 #include <cstdint>
 
@@ -19,9 +20,11 @@ constexpr int kGateGroup = 16;       // columns of gate, then of up, inside one 
 constexpr int kKeyTile = 64;         // tokens whose scores exist at a time
 constexpr int kSplitTokens = 512;    // attention over a context is computed in splits of this many tokens, then merged
 
-enum PdsType : int32_t { kF32 = 0, kBf16 = 1, kI8 = 2, kF16 = 3, kBf16Pairs = 4 };
+enum PdsType : int32_t { kF32 = 0, kBf16 = 1, kI8 = 2, kF16 = 3, kBf16Pairs = 4, kI8Pairs = 5 };
 
+constexpr int kPairGroup = 16;         // columns of int8 pairs
 struct Pair { uint16_t even, odd; };   // bf16 values of two neighbouring k
+struct BytePair { int8_t bytes[2]; };  // a sixteenth of the bytes of a group
 
 struct PdsMatrix {
     const void* panels;   // packed, PdsModel.weight_type
@@ -90,4 +93,4 @@ PDS_API void pds_block_sums(const void* pool, int64_t block_bytes, const int64_t
 
 // Physical limits of this machine, for benchmarks.
 PDS_API double pds_read_gb_per_s(PdsContext*, const float* data, int64_t num_floats);
-PDS_API double pds_fma_gflops(PdsContext*, int64_t iterations);
+PDS_API double pds_fma_gflops(PdsContext*, int32_t packed_type, int64_t iterations);  // of weights of this type

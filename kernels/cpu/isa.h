@@ -2,13 +2,15 @@
 #pragma once
 #include "plan.h"
 
+// What registers computed at their limit, and with how many operations.
+struct Burned { float value; int64_t flops; };
+
 struct Isa {
     const char* name;
     Limits limits;
-    PdsType packed_bf16;   // how weights of bf16 are packed for it: kBf16 or kBf16Pairs
+    PdsType packed_bf16, packed_i8;   // how these weights are packed for it: one by one, or in pairs
     void (*step)(const Step&, int thread);
-    float (*burn)(int64_t iterations);
-    int64_t (*burn_flops)(int64_t iterations);
+    Burned (*burn)(int32_t packed_type, int64_t iterations);
     float (*read)(const float*, int64_t);
 };
 

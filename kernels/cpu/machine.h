@@ -1,24 +1,25 @@
 // The machine's physical limits, for benchmarks.
 #pragma once
-#include "plan.h"
+#include "isa.h"
+#include "operand.h"
 
 namespace {
-// Multiply-adds on registers alone; returns a value that depends on all of them.
-static float burn(int64_t iterations) {
+// Multiply-adds on registers alone, as for weights of type T; the value depends on all of them.
+template <class T>
+static Burned burn_as(int64_t iterations) {
     constexpr int chains = kWidth == 4 ? 6 : 12;
     vec acc[chains];
     for (int i = 0; i < chains; ++i) acc[i] = v_set(1.0f + 1e-3f * i);
-    vec b = v_set(0.999f), c = v_set(1e-4f);
+    auto b = v_set(Word<T>{}), c = b;
     for (int64_t k = 0; k < iterations; ++k) {
         asm volatile("" : "+x"(b), "+x"(c));
 #pragma GCC unroll 12
-        for (int i = 0; i < chains; ++i) acc[i] = v_fma(acc[i], b, c);
+        for (int i = 0; i < chains; ++i) acc[i] = v_fma(b, c, acc[i]);
     }
     float total = 0;
     for (int i = 0; i < chains; ++i) total += v_sum(acc[i]);
-    return total;
+    return {total, iterations * chains * kWidth * kDepth<T> * 2};
 }
-static int64_t burn_flops(int64_t iterations) { return iterations * (kWidth == 4 ? 6 : 12) * kWidth * 2; }
 
 static float read_all(const float* data, int64_t count) {
     vec a = v_zero(), b = v_zero(), c = v_zero(), d = v_zero();

@@ -8,10 +8,13 @@
 
 namespace {
 template <class T>
-using Word = std::conditional_t<std::is_same_v<T, Pair>, Pair, float>;
+constexpr bool kIsPaired = std::is_same_v<T, Pair> || std::is_same_v<T, BytePair>;
 
 template <class T>
-constexpr int kDepth = std::is_same_v<T, Pair> ? 2 : 1;   // values of k in a word, and in an element of a panel
+constexpr int kDepth = kIsPaired<T> ? 2 : 1;   // values of k in a word, and in an element of a panel
+
+template <class T>
+using Word = std::conditional_t<kIsPaired<T>, Pair, float>;
 
 template <class T>
 static constexpr int steps_of(int k) { return (k + kDepth<T> - 1) / kDepth<T>; }

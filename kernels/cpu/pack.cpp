@@ -38,6 +38,10 @@ void read_row(const void* source, int32_t type, int64_t row, int64_t k, float* t
         target[i] = type == kBf16 ? from_bits(static_cast<uint32_t>(halves[i]) << 16) : from_half(halves[i]);
 }
 
+int64_t byte_of_pair(int64_t k, int lane) {
+    return k / 2 * 2 * kPanel + lane / kPairGroup * 2 * kPairGroup + k % 2 * kPairGroup + lane % kPairGroup;
+}
+
 void write_column(const float* row, int64_t k, void* panel, int32_t type, int lane, float* scale) {
     if (type == kF32) {
         float* target = static_cast<float*>(panel) + lane;
@@ -54,17 +58,19 @@ void write_column(const float* row, int64_t k, void* panel, int32_t type, int la
         for (int64_t i = 0; i < k; ++i) highest = std::fmax(highest, std::fabs(row[i]));
         *scale = highest / 127.0f;
         const float inverse = highest > 0 ? 127.0f / highest : 0.0f;
-        int8_t* target = static_cast<int8_t*>(panel) + lane;
-        for (int64_t i = 0; i < k; ++i) target[i * kPanel] = static_cast<int8_t>(std::nearbyint(row[i] * inverse));
+        int8_t* target = static_cast<int8_t*>(panel);
+        for (int64_t i = 0; i < k; ++i)
+            target[type == kI8Pairs ? byte_of_pair(i, lane) : i * kPanel + lane] =
+                static_cast<int8_t>(std::nearbyint(row[i] * inverse));
     }
 }
 }  // namespace
 
 void pds_pack(const void* source, int32_t source_type, int64_t rows, int64_t k, int64_t k_packed, void* panels,
               int32_t type, float* scale, int64_t group, int64_t stride, int64_t offset, int32_t num_threads) {
-    const bool is_paired = type == kBf16Pairs;
-    const int64_t element = type == kF32 || is_paired ? 4 : type == kBf16 ? 2 : 1;
-    const int64_t panel_bytes = (is_paired ? (k_packed + 1) / 2 : k_packed) * kPanel * element;
+    const bool is_paired = type == kBf16Pairs || type == kI8Pairs;
+    const int64_t value_bytes = type == kF32 ? 4 : type == kBf16 || type == kBf16Pairs ? 2 : 1;
+    const int64_t panel_bytes = (is_paired ? (k_packed + 1) / 2 * 2 : k_packed) * kPanel * value_bytes;
     auto work = [&](int64_t first, int64_t last) {
         std::vector<float> row(k);
         for (int64_t r = first; r < last; ++r) {

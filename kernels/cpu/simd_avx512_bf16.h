@@ -9,6 +9,12 @@ namespace {
 using pairs = __m512bh;
 
 static inline pairs v_load(const Pair* p) { return (pairs)_mm512_loadu_si512(p); }
+// Floats of whole numbers up to 127 keep their lower half zero: their upper one is the number in bf16.
+static inline pairs v_load(const BytePair* p) {
+    const int8_t* bytes = p->bytes;
+    const __m512i even = (__m512i)v_load(bytes), odd = (__m512i)v_load(bytes + kPairGroup);
+    return (pairs)_mm512_or_si512(_mm512_srli_epi32(even, 16), odd);
+}
 static inline pairs v_set(Pair p) {
     int32_t bits;
     memcpy(&bits, &p, sizeof bits);

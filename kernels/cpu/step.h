@@ -1,6 +1,6 @@
 // One forward step over a packed batch: embed, then per layer norm, qkv, keys and values into the cache, attention,
-// output projection, norm, gate and up, down; then logits of the rows that sample. Threads meet between phases and
-// claim pieces inside them.
+// output projection, norm, gate and up, down; then logits of the rows that sample. In the last layer only these rows
+// go beyond their keys and values. Threads meet between phases and claim pieces inside them.
 #pragma once
 #include "attention.h"
 

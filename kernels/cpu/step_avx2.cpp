@@ -4,5 +4,5 @@
 #include "simd_avx2.h"
 #include "step_widening.h"
 
-const Isa kAvx2Isa = {"avx2", {kMaxRows, kWidth}, kBf16, run_step, burn, burn_flops, read_all};
+const Isa kAvx2Isa = {"avx2", {kMaxRows, kWidth}, kBf16, kI8, run_step, burn, read_all};
 #endif

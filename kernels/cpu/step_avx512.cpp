@@ -5,5 +5,5 @@
 #include "simd_avx512.h"
 #include "step_widening.h"
 
-const Isa kAvx512Isa = {"avx512", {kMaxRows, kWidth}, kBf16, run_step, burn, burn_flops, read_all};
+const Isa kAvx512Isa = {"avx512", {kMaxRows, kWidth}, kBf16, kI8, run_step, burn, read_all};
 #endif

@@ -8,11 +8,16 @@
 #include "machine.h"
 
 static void run_step(const Step& step, int thread) {
-    if (step.model->weight_type == kBf16Pairs)
-        run_weights<Pair>(step, thread);
-    else
-        kAvx512Isa.step(step, thread);
+    switch (step.model->weight_type) {
+        case kBf16Pairs: return run_weights<Pair>(step, thread);
+        case kI8Pairs: return run_weights<BytePair>(step, thread);
+        default: return kAvx512Isa.step(step, thread);
+    }
 }
 
-const Isa kAvx512Bf16Isa = {"avx512_bf16", {kMaxRows, kWidth}, kBf16Pairs, run_step, burn, burn_flops, read_all};
+static Burned burn(int32_t packed_type, int64_t iterations) {
+    return packed_type == kF32 ? burn_as<float>(iterations) : burn_as<Pair>(iterations);
+}
+
+const Isa kAvx512Bf16Isa = {"avx512_bf16", {kMaxRows, kWidth}, kBf16Pairs, kI8Pairs, run_step, burn, read_all};
 #endif

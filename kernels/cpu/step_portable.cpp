@@ -3,4 +3,4 @@
 #include "simd_portable.h"
 #include "step_widening.h"
 
-const Isa kPortableIsa = {"portable", {kMaxRows, kWidth}, kBf16, run_step, burn, burn_flops, read_all};
+const Isa kPortableIsa = {"portable", {kMaxRows, kWidth}, kBf16, kI8, run_step, burn, read_all};

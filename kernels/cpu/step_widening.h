@@ -11,4 +11,6 @@ static void run_step(const Step& step, int thread) {
         default: return run_weights<int8_t>(step, thread);
     }
 }
+
+static Burned burn(int32_t, int64_t iterations) { return burn_as<float>(iterations); }
 }  // namespace

@@ -65,12 +65,13 @@ def test_other_types_and_changed_weights_are_other_files_and_older_ones_go(model
 
 
 @needs_kernels
-def test_a_file_is_never_mapped_by_a_process_that_reads_another_layout(model_dir, tmp_path, monkeypatch):
+@pytest.mark.parametrize("options", [{"dtype": torch.bfloat16}, {"quantization": "int8"}], ids=["bf16", "int8"])
+def test_a_file_is_never_mapped_by_a_process_that_reads_another_layout(model_dir, tmp_path, monkeypatch, options):
     logits = []
     for isa in ("portable", ""):  # widens single values; the best one here, which may multiply pairs
         monkeypatch.setenv("PDS_CPU_ISA", isa)
-        own = load(model_dir, dtype=torch.bfloat16)
-        shared = load(model_dir, dtype=torch.bfloat16, sharing=_sharing(tmp_path))
+        own = load(model_dir, **options)
+        shared = load(model_dir, sharing=_sharing(tmp_path), **options)
         logits.append(_logits(shared))
         assert torch.equal(logits[-1], _logits(own))
     torch.testing.assert_close(*logits, rtol=0.05, atol=0.05)

@@ -44,17 +44,18 @@ def test_an_unknown_instruction_set_is_refused():
 
 @needs_kernels
 def test_weights_are_packed_in_pairs_only_where_pairs_are_multiplied():
-    widening = cpu_ops.CpuContext(1, "portable")
-    assert widening.packed_type(cpu_ops.BF16) == cpu_ops.BF16
+    kinds = [cpu_ops.F32, cpu_ops.BF16, cpu_ops.I8]
+    assert [cpu_ops.CpuContext(1, "portable").packed_type(kind) for kind in kinds] == kinds
     best = cpu_ops.CpuContext(1)
-    assert best.packed_type(cpu_ops.BF16) == (cpu_ops.BF16_PAIRS if best.isa == "avx512_bf16" else cpu_ops.BF16)
-    assert [best.packed_type(kind) for kind in (cpu_ops.F32, cpu_ops.I8)] == [cpu_ops.F32, cpu_ops.I8]
+    pairs = [cpu_ops.F32, cpu_ops.BF16_PAIRS, cpu_ops.I8_PAIRS]
+    assert [best.packed_type(kind) for kind in kinds] == (pairs if best.isa == "avx512_bf16" else kinds)
 
 
 @needs_kernels
 def test_machine_limits_are_measured():
     context = cpu_ops.CpuContext(2)
     assert context.fma_gflops(100_000) > 0.1
+    assert context.fma_gflops(100_000, context.packed_type(cpu_ops.BF16)) > 0.1
     data = (ctypes.c_float * 100_000)()
     assert context.read_gb_per_s(ctypes.addressof(data), len(data)) > 0.01
 

@@ -75,6 +75,25 @@ def test_int8_has_one_symmetric_scale_per_row():
     assert (error <= scale[:40, None] * 0.5001).all()
 
 
+@pytest.mark.parametrize("k", [64, 37])
+def test_int8_in_pairs_has_the_same_values_in_another_order(k):
+    weight = torch.randn(70, k)
+    panels, scale = torch.zeros(3, -(-k // 2), 2, 2, 16, dtype=torch.int8), torch.zeros(96)
+    cpu_ops.pack(
+        *(weight.data_ptr(), cpu_ops.F32, 70, k),
+        panels=panels.data_ptr(),
+        weight_type=cpu_ops.I8_PAIRS,
+        k_packed=k,
+        num_threads=2,
+        scale=scale.data_ptr(),
+    )
+    unpacked = panels.permute(0, 2, 4, 1, 3).reshape(96, -1)
+    expected, expected_scale = _pack(weight, torch.int8)
+    assert torch.equal(unpacked[:, :k], expected)
+    assert torch.equal(scale, expected_scale)
+    assert not unpacked[:, k:].any()
+
+
 def test_groups_interleave_two_matrices_in_one_panel():
     gate, up = torch.randn(40, 8), torch.randn(40, 8)
     panels = torch.zeros(3, 8, cpu_ops.PANEL)

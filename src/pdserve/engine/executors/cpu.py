@@ -70,6 +70,8 @@ class CpuExecutor:
         self.num_head_weights = shape.vocab_size * shape.hidden_size
         self.num_weights = shape.num_layers * shape.num_layer_weights + self.num_head_weights
         """Multiply-adds of one row through all matrices."""
+        self.num_skipped_weights = shape.num_layer_weights - shape.num_qkv_rows * shape.hidden_size
+        """Those of the last layer that a row needs only for its logits."""
         self.num_attention_values = shape.num_layers * shape.num_heads * shape.head_dim
         """Query values of one row over all layers."""
         self.context = context
@@ -92,7 +94,8 @@ class CpuExecutor:
         """Load a local Hugging Face folder with safetensors weights.
 
         Args:
-            dtype: of the weights; activations and sums are fp32 in any case.
+            dtype: of the weights; activations and sums are fp32 in any case, but narrow weights are multiplied with
+                activations rounded to bf16 where the processor has products of bf16 pairs (isa avx512_bf16).
             quantization: none | int8 (weights only, one scale per output row).
             threads: None takes the processors that this process may use, within its quota.
             sharing: whether packed weights lie in a file that other workers map too; None: not.
@@ -127,6 +130,11 @@ class CpuExecutor:
     def isa(self) -> str:
         """Instruction set in use: avx512_bf16, avx512, avx2 or portable."""
         return self.context.isa
+
+    @property
+    def packed_type(self) -> int:
+        """How the weights are packed: cpu_ops.F32, BF16, I8, BF16_PAIRS or I8_PAIRS."""
+        return int(self._packed.model.weight_type)
 
     @property
     def kv_cache(self) -> Tensor:

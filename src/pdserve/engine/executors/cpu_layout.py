@@ -24,7 +24,7 @@ class WeightLayout:
     dtype: torch.dtype
     """float32, bfloat16 or int8."""
     packed_type: int
-    """As the kernels name it: cpu_ops.F32, BF16, BF16_PAIRS or I8."""
+    """As the kernels name it: cpu_ops.F32, BF16, I8, BF16_PAIRS or I8_PAIRS."""
 
     @classmethod
     def of(cls, dtype: torch.dtype, context: cpu_ops.CpuContext) -> WeightLayout:
@@ -43,7 +43,7 @@ class WeightLayout:
 
     def matrix_bytes(self, num_columns: int, k: int) -> int:
         """Of whole panels, aligned."""
-        k = round_up(k, 2) if self.packed_type == cpu_ops.BF16_PAIRS else k
+        k = round_up(k, 2) if self.packed_type in (cpu_ops.BF16_PAIRS, cpu_ops.I8_PAIRS) else k
         return round_up(padded_columns(num_columns) * k * self.dtype.itemsize, _ALIGNMENT)
 
     def scale_bytes(self, num_columns: int) -> int:
