@@ -92,11 +92,6 @@ class HandOffs:
         return self._listener
 
     @property
-    def num_reads(self) -> int:
-        """READs that are not over."""
-        return sum(len(hand_off.reads) for hand_off in (*self._open.values(), *self._aborted.values()))
-
-    @property
     def num_open(self) -> int:
         """Hand-offs that are not over, aborted ones with active READs included."""
         return len(self._open) + len(self._aborted)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from pdserve.errors import BusError
 from pdserve.local.plan import (
     ChildSpec,
     UpOptions,
@@ -213,7 +214,10 @@ class OneMachine:
             await asyncio.sleep(_REDIS_WATCH_INTERVAL_S)
             if server.pid is None:
                 self._report("redis", "died; starting an empty one")
-                server.start()
+                try:
+                    server.start()
+                except (BusError, OSError) as error:
+                    self._report("redis", f"{error}; trying again")
 
 
 def _reachable(host: str) -> str:
