@@ -192,5 +192,6 @@ def block_sums(
     load_library().pds_block_sums(pool, block_bytes, block_ids, num_ids, *weights, sums)
 
 
+@functools.cache  # asked at every digest: no look into the folder each time
 def _library_path() -> Path | None:
     return next(iter(sorted(Path(__file__).parent.glob("_cpu_kernels*.so"))), None)

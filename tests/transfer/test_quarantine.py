@@ -264,7 +264,7 @@ def test_one_peer_never_has_more_reads_on_their_way_than_allowed(scene):
 
 @pytest.mark.parametrize(
     ("num_blocks", "block_bytes", "sizes"),
-    [(1, 8, [1]), (8, 2 << 20, [4] * 2), (9, 2 << 20, [4] * 2 + [1]), (3, 9 << 20, [1, 1, 1]), (5, 100, [5])],
+    [(1, 8, [1]), (8, 2 << 20, [4, 3, 1]), (9, 2 << 20, [4] * 2 + [1]), (3, 9 << 20, [1, 1, 1]), (5, 100, [5])],
 )
 def test_reads_are_bounded_but_hold_a_block_at_least(num_blocks, block_bytes, sizes):
     reads = split_into_reads(num_blocks, block_bytes)

@@ -73,3 +73,50 @@ def test_whoever_waits_can_do_the_work(blocks, monkeypatch):
 
 def test_closing_without_any_blocks_is_harmless(blocks):
     Verifier(blocks, lambda: None).close()
+
+
+@pytest.fixture
+def large_blocks():
+    return torch.arange(9, dtype=torch.uint8).repeat_interleave(1 << 20).reshape(9, 1 << 20)
+
+
+def test_two_threads_share_the_blocks_of_one_call_and_every_wrong_one_counts_once(large_blocks):
+    digests = block_digests(large_blocks, list(range(9)))
+    for block_id in (0, 3, 4, 8):  # in each of three parts, at their edges
+        large_blocks[block_id, -1] ^= 1
+    scene = Verifying(large_blocks)
+    for number in range(20):
+        scene.verifier.begin(number, list(range(9)), digests)
+    while scene.verifier.help():
+        pass
+    scene.verifier.close()
+    verdicts = scene.verifier.take()
+    assert sorted(verdict.tag for verdict in verdicts) == list(range(20))
+    assert {(verdict.num_blocks, verdict.num_wrong) for verdict in verdicts} == {(9, 4)}
+
+
+def test_a_part_that_cannot_be_compared_fails_the_whole_call(large_blocks):
+    scene = Verifying(large_blocks)
+    digests = block_digests(large_blocks, list(range(9)))
+    scene.verifier.begin("outside", [*range(8), 9], digests)
+    (verdict,) = scene.verdicts(1)
+    assert (verdict.num_blocks, verdict.num_wrong, bool(verdict.failure)) == (9, 1, True)
+    scene.verifier.close()
+
+
+def test_the_last_few_blocks_are_compared_at_once_and_many_by_the_thread(large_blocks):
+    scene = Verifying(large_blocks)
+    digests = block_digests(large_blocks, list(range(9)))
+    large_blocks[2, 0] ^= 1
+    scene.verifier.begin("few", [1, 2, 3, 4], digests[1:5], is_last=True)
+    assert scene.verifier.take() == [Verdict("few", 4, 1)]
+    assert not scene.is_new.is_set(), "the owner needs no one to tell it"
+    scene.verifier.begin("many", list(range(9)), digests, is_last=True)
+    assert scene.verdicts(1) == [Verdict("many", 9, 1)]
+    scene.verifier.close()
+
+
+def test_waiting_briefly_ends_with_or_without_a_verdict(blocks, verifying):
+    assert not verifying.verifier.wait_briefly()
+    verifying.verifier.begin("one", [1], block_digests(blocks, [1]), is_last=True)
+    assert verifying.verifier.wait_briefly()

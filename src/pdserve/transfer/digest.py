@@ -17,6 +17,7 @@ which does it where an installation lacks them.
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from functools import lru_cache
 from typing import Any
@@ -53,7 +54,8 @@ def block_digests(kv_cache: torch.Tensor, block_ids: list[int]) -> list[bytes]:
         sums = sums_by_kernel(blocks, block_ids)
     else:
         sums = sums_by_numpy(blocks, block_ids)
-    return [row.tobytes() for row in sums.astype("<i8", copy=False)]
+    raw = sums.astype("<i8", copy=False).tobytes()
+    return [raw[start : start + DIGEST_BYTES] for start in range(0, len(raw), DIGEST_BYTES)]
 
 
 def sums_by_kernel(blocks: torch.Tensor, block_ids: list[int]) -> Words:
@@ -62,15 +64,17 @@ def sums_by_kernel(blocks: torch.Tensor, block_ids: list[int]) -> Words:
     # The kernel reads addresses: nothing out of range may reach it.
     assert min(block_ids) >= 0, min(block_ids)
     assert max(block_ids) < num_blocks, (max(block_ids), num_blocks)
-    weights_x, weights_y = _weights(-(-block_bytes // 8))
-    ids = np.array(block_ids, dtype=np.int64)
-    sums = np.empty((len(ids), 2), dtype=np.int64)
+    weights, addresses = _weights_and_addresses(-(-block_bytes // 8))
+    ids = (ctypes.c_int64 * len(block_ids))(*block_ids)
+    raw = bytearray(DIGEST_BYTES * len(block_ids))
+    sums = (ctypes.c_int64 * (2 * len(block_ids))).from_buffer(raw)
     cpu_ops.block_sums(
-        *(blocks.data_ptr(), block_bytes, ids.ctypes.data, len(ids)),
-        weights=(weights_x.ctypes.data, weights_y.ctypes.data),
-        sums=sums.ctypes.data,
+        *(blocks.data_ptr(), block_bytes, ctypes.addressof(ids), len(block_ids)),
+        weights=addresses,
+        sums=ctypes.addressof(sums),
     )
-    return sums
+    del weights  # kept alive until here
+    return np.frombuffer(raw, dtype=np.int64).reshape(-1, 2)
 
 
 def sums_by_numpy(blocks: torch.Tensor, block_ids: list[int]) -> Words:
@@ -145,6 +149,13 @@ def _weights(num_words: int) -> tuple[Words, Words]:
     """Two rows of odd int64 weights, from SplitMix64 (Steele, Lea, Flood 2014) over the word's position."""
     position = np.arange(num_words, dtype=np.uint64)
     return _split_mix(position, seed=0x70647365727665), _split_mix(position, seed=0x6B76626C6F636B)
+
+
+@lru_cache(maxsize=8)
+def _weights_and_addresses(num_words: int) -> tuple[tuple[Words, Words], tuple[int, int]]:
+    """The weights and where they lie, since asking an array takes longer than the kernel's call."""
+    weights = _weights(num_words)
+    return weights, (weights[0].ctypes.data, weights[1].ctypes.data)
 
 
 def _split_mix(position: np.ndarray[Any, np.dtype[np.uint64]], seed: int) -> Words:

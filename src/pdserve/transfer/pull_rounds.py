@@ -85,7 +85,13 @@ class PullRounds:
         for name, transport in self._transports.items():
             self._look_after_quarantine(name, transport)
             transport.serve()
-        return num_results + num_posted > 0 or self._verifier.help()
+        return num_results + num_posted > 0 or self._verify_meanwhile()
+
+    def _verify_meanwhile(self) -> bool:
+        """With nothing to copy: help, or wait for the last verdict where it is due any moment."""
+        if self._verifier.help():
+            return True
+        return any(pull.num_verifying for pull in self._pulls.values()) and self._verifier.wait_briefly()
 
     def begin(self, ticket: int, request: PullRequest) -> None:
         """Take a request on."""
@@ -202,7 +208,9 @@ class PullRounds:
             self._accept(pull, num_bytes)
             return
         pull.num_verifying += 1
-        self._verifier.begin((pull, num_bytes), local_ids, pull.request.digests[indices.start : indices.stop])
+        digests = pull.request.digests[indices.start : indices.stop]
+        is_last = not any(other.waiting or other.in_flight for other in self._pulls.values())
+        self._verifier.begin((pull, num_bytes), local_ids, digests, is_last=is_last)
 
     def _take_verdicts(self) -> int:
         """Act on what the verifier found out; returns the number of its verdicts."""
