@@ -54,4 +54,6 @@ def test_every_precision_is_compared_with_fp32_and_fp32_with_transformers(tmp_pa
     errors = {row["precision"]: row["value"] for row in rows if row["metric"] == "mean logit error"}
     assert 0 < errors["fp32, KV bf16"] < errors["bf16, KV bf16"] < errors["int8, KV bf16"]
     assert "over 1024 tokens of pydoc_data.topics" in headline
-    assert "2 of 2 targets met" in headline
+    assert "of 3 targets met" in headline  # a random model's few tokens say nothing about the demo model's 0.1 %
+    for precision, perplexity in perplexities.items():
+        assert perplexity == pytest.approx(perplexities["fp32"], rel=0.01), precision
