@@ -38,7 +38,7 @@ def test_numbers_of_processes_and_switches() -> None:
 
 def test_a_setting_goes_to_every_role_that_knows_it() -> None:
     options = parse_up(["--model", "tiny", "--block-size", "8", "--port", "0", "--local-prefill", "never"])
-    assert options.flags["gateway"] == ["--model=tiny", "--port=0"]
+    assert options.flags["gateway"] == ["--model=tiny", "--port=0", "--local-prefill=never"]
     assert options.flags["prefill"] == ["--model=tiny", "--block-size=8"]
     assert options.flags["decode"] == ["--model=tiny", "--block-size=8", "--local-prefill=never"]
 
