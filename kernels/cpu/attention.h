@@ -146,7 +146,8 @@ class Attention {
 public:
     Attention(const Step& step, const PdsLayer& layer, int layer_index, const Tiling& outputs, float* scratch)
         : step_(step), model_(*step.model), layer_(layer), outputs_(outputs),
-          cache_(layer_cache<KV>(model_, *step.batch, layer_index)), dim_(model_.head_dim), group_(model_.num_heads / model_.num_kv_heads) {
+          cache_(layer_cache<KV>(model_, *step.batch, layer_index)), dim_(model_.head_dim),
+          group_(model_.num_heads / model_.num_kv_heads) {
         const int rows = (kItemRows + group_ > model_.num_heads ? kItemRows + group_ : model_.num_heads) + kMaxRows;
         float** targets[] = {&queries_, &part_.acc, &whole_.acc, &keys_, &scores_, &part_.sum, &whole_.sum, &part_.max,
                              &whole_.max};
