@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from pdserve.commands.up import QUESTION
 
 ROOT = Path(__file__).parent.parent
 
@@ -50,3 +53,7 @@ def test_files_named_in_the_tree_of_the_readme_exist() -> None:
         if not line.startswith(" ") and names:
             folder = ROOT / names[0]
     assert missing == []
+
+
+def test_the_readme_asks_what_up_asks() -> None:
+    assert f"-d '{json.dumps(QUESTION)}'" in (ROOT / "README.md").read_text(encoding="utf-8")

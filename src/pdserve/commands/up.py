@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import time
+from typing import Any
 
 from pdserve import __version__
 from pdserve.local.one_machine import OneMachine
@@ -29,7 +30,12 @@ Starts a bus (unless --redis names one), a gateway and the workers; restarts wha
   --ROLE.NAME V        a setting of gateway, prefill or decode alone, as --decode.max-num-seqs 8
   --NAME V             a setting of every process that knows it; `pdserve config` lists them
 """
-_QUESTION = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "stream": True}
+QUESTION: dict[str, Any] = {
+    "messages": [{"role": "user", "content": "What is the capital of France?"}],
+    "temperature": 0,
+    "stream": True,
+}
+"""Greedy: a model this small, drawing at random, says anything about France."""
 
 
 def main(argv: list[str]) -> int:
@@ -55,7 +61,7 @@ def _report(who: str, what: str) -> None:
 
 
 def _ready_text(service: LocalService, duration_s: float) -> str:
-    body = json.dumps(_QUESTION)
+    body = json.dumps(QUESTION)
     return (
         f"\nReady after {duration_s:.1f} s at {service.url}  (logs: {service.log_folder})\n\n"
         f"  curl -N {service.url}/v1/chat/completions -H 'Content-Type: application/json' \\\n"
