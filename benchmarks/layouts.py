@@ -3,7 +3,7 @@
 `p1d2+nice10` is one thread for prefill, two for decode, prefill at niceness 10; `+rest90` lets decode steps begin 90 ms
 apart while prompts are computed; `+pin` pins the workers to different cores, `+active` lets OpenMP threads spin (our
 own CPU kernels always wait passively). Services for several layouts run at the same time, so that they can be
-measured in turns: the idle ones cost memory, not time.
+measured in turns: idle ones cost memory and no time, unless they spin.
 """
 
 from __future__ import annotations
