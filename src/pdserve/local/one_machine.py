@@ -64,9 +64,12 @@ class OneMachine:
         Raises:
             PdserveError: a setting, the model, a port, the bus or the start of a child; everything is stopped again.
         """
-        settings, flags = zip(*(self._resolved(role) for role in ("gateway", "prefill", "decode")), strict=True)
-        gateway = settings[0]
+        gateway, gateway_flags = self._resolved("gateway", {})
         assert isinstance(gateway, GatewaySettings), gateway
+        interval_s = step_interval_s(gateway.tpot_slo_s, self._options.num["prefill"])
+        resting = {} if interval_s is None else {"STEP_INTERVAL_S": interval_s}
+        workers = [self._resolved(role, resting) for role in ("prefill", "decode")]
+        settings, flags = zip((gateway, gateway_flags), *workers, strict=True)
         with owned(self._home, gateway.service) as file:
             port = check_free(gateway.host, gateway.port)
             models = [self._model_flags(role_settings) for role_settings in settings]
@@ -75,24 +78,18 @@ class OneMachine:
                 specs = self._specs(gateway, port, *common, is_own_bus=server is not None)
                 asyncio.run(self._supervise(file, gateway, specs, redis_url, server))
 
-    def _resolved(self, role: str) -> tuple[ProcessSettings, list[str]]:
+    def _resolved(self, role: str, more_defaults: Mapping[str, object]) -> tuple[ProcessSettings, list[str]]:
         num = self._options.num
         threads = threads_for(self._num_cores, num["prefill"], num["decode"])
         defaults = {
             "THREADS": threads.decode if role == "decode" else threads.prefill,
             "DRAIN_S": _DRAIN_S,
             "LOG_FORMAT": "console" if self._options.is_verbose else "json",
+            **more_defaults,
         }
-        if role == "decode" and (interval_s := step_interval_s(self._tpot_slo_s(), num["prefill"])) is not None:
-            defaults["STEP_INTERVAL_S"] = interval_s
         settings, added = resolved(role, self._options.flags[role], self._env, defaults)
         assert isinstance(settings, ProcessSettings), settings
         return settings, [*self._options.flags[role], *added]
-
-    def _tpot_slo_s(self) -> float:
-        gateway, _ = resolved("gateway", self._options.flags["gateway"], self._env, {})
-        assert isinstance(gateway, GatewaySettings), gateway
-        return gateway.tpot_slo_s
 
     def _model_flags(self, settings: ProcessSettings) -> list[str]:
         """The model is made once, here, and not by every child at the same time."""
