@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
+import random
 import secrets
 import statistics
 import subprocess
@@ -41,6 +43,8 @@ BLOCK_BYTES = 30 * 2 * 16 * 3 * 64 * 4
 """SmolLM2-135M, 16 tokens, fp32."""
 RAW, MEMCPY = "raw NIXL", "memcpy"
 _TIMEOUT_S = 30.0
+_MANY = 5
+"""At most so many times more rounds for small transfers."""
 
 
 class Reader:
@@ -112,26 +116,31 @@ class Reader:
         start_s = time.perf_counter()
         self._puller.submit(PullRequest(self._descriptors[backend], NONCE, ids, ids, digests, deadline_s, on_end))
         is_over.wait(2 * _TIMEOUT_S)
-        (end_s, outcome) = outcomes[0]
+        end_s, outcome = outcomes[0]
         assert outcome.ok, outcome
         return end_s - start_s
 
 
 def measure_transfers(sizes: list[int], block_bytes: int, num_rounds: int, max_read_bytes: int) -> list[Row]:
-    """Rates of every way, in turns, and ours as a share of raw NIXL in the same round.
+    """Rates of every way, in turns of random order, and ours as a share of raw NIXL in the same round.
 
     Args:
         sizes: numbers of blocks read at once.
     """
     rates: dict[tuple[int, str], list[float]] = {}
-    num_blocks = 2 * max(sizes)
+    num_blocks, chooser = 2 * max(sizes), random.Random(0)
+    block_ids = itertools.cycle(range(num_blocks))
     with Reader(num_blocks, block_bytes, max_read_bytes) as reader:
         for read in reader.ways.values():
             read(list(range(num_blocks)))  # connections, page tables, both processes' memory
-        for number in range(num_rounds):
-            for size in sizes:
-                ids = [(number * size + index) % num_blocks for index in range(size)]
-                for way, read in reader.ways.items():
+        for size in sizes:
+            # Small ones differ more from each other, and cost little.
+            for _ in range(max(num_rounds, round(num_rounds * min(_MANY, max(sizes) / size)))):
+                ways = list(reader.ways.items())
+                chooser.shuffle(ways)
+                for way, read in ways:
+                    # Each reads other blocks: none finds them in a cache because another one read them before.
+                    ids = [next(block_ids) for _ in range(size)]
                     rates.setdefault((size, way), []).append(size * block_bytes / read(ids) / 1e9)
     return [row for size in sizes for row in _transfer_rows(size, block_bytes, rates)]
 

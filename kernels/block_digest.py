@@ -21,8 +21,14 @@ BLOCKS = 8
 
 
 @triton.jit
-def _weights(position, seed):
-    """SplitMix64 of a word's position, made odd."""
+def _weights(word, seed):
+    """Of words: of their places in runs of 512 words, times of the runs."""
+    return _split_mix(word % 512, seed) * _split_mix(512 + word // 512, seed)
+
+
+@triton.jit
+def _split_mix(position, seed):
+    """SplitMix64 of a position, made odd."""
     z = (position + 1).to(tl.uint64) * 0x9E3779B97F4A7C15 + seed
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
+
+Words = np.ndarray[Any, np.dtype[Any]]
 
 _SEEDS = (0x70647365727665, 0x6B76626C6F636B)
 
@@ -29,9 +33,15 @@ def block_digest(kv_cache: Tensor, block_ids: Tensor) -> Tensor:
     return torch.stack([(words * weight).sum(1) for words, weight in zip((x, y), weights, strict=True)], dim=1)
 
 
-def _weights(num_words: int, seed: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """SplitMix64 of each word's position, made odd."""
-    z = np.arange(1, num_words + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed)
+def _weights(num_words: int, seed: int) -> Words:
+    """Of each word: of its place in a run of 512 words, times of the run."""
+    word = np.arange(num_words, dtype=np.uint64)
+    return (_split_mix(word % 512, seed) * _split_mix(512 + word // 512, seed)).view(np.int64)
+
+
+def _split_mix(position: Words, seed: int) -> Words:
+    """SplitMix64 of positions, made odd."""
+    z = (position + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return ((z ^ (z >> np.uint64(31))) | np.uint64(1)).view(np.int64)
+    return (z ^ (z >> np.uint64(31))) | np.uint64(1)

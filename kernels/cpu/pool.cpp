@@ -4,12 +4,7 @@
 #include <thread>
 #include <vector>
 
-#if defined(__x86_64__) || defined(__i386__)
-#include <immintrin.h>
-static inline void relax() { _mm_pause(); }
-#else
-static inline void relax() { std::atomic_signal_fence(std::memory_order_seq_cst); }
-#endif
+#include "relax.h"
 
 namespace {
 constexpr int kSpins = 800;  // some 20 to 40 microseconds: longer than a barrier, far shorter than a time slice

@@ -27,8 +27,9 @@ def digest_by_definition(block: bytes) -> bytes:
     sum_x = sum_y = 0
     for index in range(len(block) // 8):
         x = int.from_bytes(block[index * 8 : index * 8 + 8], "little", signed=True)
-        sum_x += split_mix(index, SEEDS[0]) * x
-        sum_y += split_mix(index, SEEDS[1]) * (x ^ (x >> 32))
+        place, run = index % 512, 512 + index // 512
+        sum_x += split_mix(place, SEEDS[0]) * split_mix(run, SEEDS[0]) * x
+        sum_y += split_mix(place, SEEDS[1]) * split_mix(run, SEEDS[1]) * (x ^ (x >> 32))
     return (sum_x & MASK).to_bytes(8, "little") + (sum_y & MASK).to_bytes(8, "little")
 
 
@@ -72,8 +73,8 @@ def test_kernel_agrees_on_extreme_words():
 
 def sums_by(isa: str, blocks: torch.Tensor, block_ids: list[int]) -> np.ndarray:
     """What one instruction set's copy of the kernel finds, whichever is the best one here."""
-    words = np.arange(-(-blocks.shape[1] // 8))
-    weights = [np.array([split_mix(int(i), seed) for i in words], np.uint64) for seed in SEEDS]
+    places = range(512 + -(-blocks.shape[1] // (8 * 512)))
+    weights = [np.array([split_mix(place, seed) for place in places], np.uint64) for seed in SEEDS]
     ids, sums = np.array(block_ids), np.full((len(block_ids), 2), -1)
     by_isa = cpu_ops.load_library().pds_block_sums_by
     by_isa.argtypes = (c_char_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_void_p)
@@ -87,7 +88,7 @@ def sums_by(isa: str, blocks: torch.Tensor, block_ids: list[int]) -> np.ndarray:
 @pytest.mark.parametrize("isa", ["avx512", "avx2", "portable"])
 @pytest.mark.parametrize("num_blocks", [1, 2, 3, 4, 5, 7, 9])
 def test_every_instruction_set_agrees_however_many_blocks_are_walked_side_by_side(isa, num_blocks):
-    for block_bytes in (4, 8, 56, 60, 64, 68, 8 * 13, 4096, 4100):
+    for block_bytes in (4, 8, 56, 60, 64, 68, 8 * 13, 4092, 4096, 4100, 8192, 12292):
         # From an odd multiple of 4 bytes on: words need not be aligned.
         blocks = random_blocks(1, 10 * block_bytes + 4, seed=num_blocks)[0, 4:].view(10, block_bytes)
         ids = [(7 * index + 9) % 10 for index in range(num_blocks)]
@@ -159,6 +160,12 @@ def test_swapped_words_show():
     words = blocks.view(torch.int64).clone()
     words[0, [3, 300]] = words[0, [300, 3]]
     assert block_digests(words, [0]) != block_digests(blocks, [0])
+
+
+def test_swapped_runs_of_words_show():
+    blocks = random_blocks(1, 4 * 4096)
+    runs = blocks.view(4, 4096)[[0, 3, 2, 1]].reshape(1, -1)
+    assert block_digests(runs, [0]) != block_digests(blocks, [0])
 
 
 def test_different_blocks_have_different_digests():

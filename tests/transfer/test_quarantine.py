@@ -7,7 +7,7 @@ from pdserve.errors import TransferError
 from pdserve.transfer.base import Descriptor, PeerId, PullResult, PullState
 from pdserve.transfer.descriptor import seal
 from pdserve.transfer.peer_failures import PeerFailures
-from pdserve.transfer.pull import PullRequest, split_into_reads
+from pdserve.transfer.pull import PullRequest
 from pdserve.transfer.pull_rounds import PullRounds
 
 BLOCK_BYTES = 1024
@@ -260,16 +260,6 @@ def test_one_peer_never_has_more_reads_on_their_way_than_allowed(scene):
     scene.begin(2, GOOD, list(range(40, 80)))
     scene.advance(0, num_rounds=10)
     assert len(scene.transport.reads) == 2
-
-
-@pytest.mark.parametrize(
-    ("num_blocks", "block_bytes", "sizes"),
-    [(1, 8, [1]), (8, 2 << 20, [4, 3, 1]), (9, 2 << 20, [4] * 2 + [1]), (3, 9 << 20, [1, 1, 1]), (5, 100, [5])],
-)
-def test_reads_are_bounded_but_hold_a_block_at_least(num_blocks, block_bytes, sizes):
-    reads = split_into_reads(num_blocks, block_bytes)
-    assert [len(read) for read in reads] == sizes
-    assert [index for read in reads for index in read] == list(range(num_blocks))
 
 
 def test_failure_marks_fade():

@@ -1,14 +1,15 @@
 """The digest of a KV block: 128 bits, the same on CPU and on GPU, as fast as memory allows.
 
-A block is a row of 64-bit words x[i] (its last word filled up with zeros). With fixed pseudo-random odd weights
-w and v, and everything modulo 2**64:
+A block is a row of 64-bit words x[i] (its last word filled up with zeros). Its weights w[i] and v[i] are products of
+two fixed pseudo-random odd numbers, one for the word's place in a run of 512 words and one for the run, so that those
+of a whole block need little memory. Everything is modulo 2**64:
 
     y[i] = x[i] ^ (x[i] >> 32)        arithmetic shift
     digest = sum(w[i] * x[i]), sum(v[i] * y[i])        little-endian, 8 bytes each
 
 A change of one word always shows: an odd weight times a difference other than zero is not zero. For any other
 change at least one of the sums sees a difference in the low half of some word, and misses it with a chance of
-2**-33 at most (typical changes: 2**-128). That is what the shift is for: without it two flipped sign bits would
+2**-26 at most (typical changes: 2**-128). That is what the shift is for: without it two flipped sign bits would
 cancel each other out. It finds stale, foreign and damaged blocks; it is no defence against forgery.
 
 On a CPU this uses the calling thread alone and releases the GIL: the CPU kernels, at several times the rate of numpy,
@@ -19,7 +20,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ from pdserve.kernels import cpu_ops
 from pdserve.transfer.memory import bytes_view
 
 DIGEST_BYTES = 16
+RUN_WORDS = 512
 _CHUNK_WORDS = 32768  # its scratch (256 KiB) stays in a core's cache
 _DEVICE_CHUNK_BYTES = 64 << 20
 
@@ -64,16 +66,14 @@ def sums_by_kernel(blocks: torch.Tensor, block_ids: list[int]) -> Words:
     # The kernel reads addresses: nothing out of range may reach it.
     assert min(block_ids) >= 0, min(block_ids)
     assert max(block_ids) < num_blocks, (max(block_ids), num_blocks)
-    weights, addresses = _weights_and_addresses(-(-block_bytes // 8))
     ids = (ctypes.c_int64 * len(block_ids))(*block_ids)
     raw = bytearray(DIGEST_BYTES * len(block_ids))
     sums = (ctypes.c_int64 * (2 * len(block_ids))).from_buffer(raw)
     cpu_ops.block_sums(
         *(blocks.data_ptr(), block_bytes, ctypes.addressof(ids), len(block_ids)),
-        weights=addresses,
+        weights=weight_addresses(block_bytes),
         sums=ctypes.addressof(sums),
     )
-    del weights  # kept alive until here
     return np.frombuffer(raw, dtype=np.int64).reshape(-1, 2)
 
 
@@ -144,18 +144,26 @@ def sums_on_device(blocks: torch.Tensor, block_ids: list[int]) -> Words:
     return sums
 
 
-@lru_cache(maxsize=8)
+@cache
 def _weights(num_words: int) -> tuple[Words, Words]:
-    """Two rows of odd int64 weights, from SplitMix64 (Steele, Lea, Flood 2014) over the word's position."""
-    position = np.arange(num_words, dtype=np.uint64)
+    """Both rows of weights, odd int64 `[num_words]`."""
+    num_runs = -(-num_words // RUN_WORDS)
+    x, y = ((row[RUN_WORDS:, None] * row[None, :RUN_WORDS]).reshape(-1)[:num_words] for row in _weight_parts(num_runs))
+    return x, y
+
+
+@cache
+def weight_addresses(block_bytes: int) -> tuple[int, int]:
+    """Where both rows' parts for blocks of this size lie, for good; asking an array each time takes longer."""
+    x, y = _weight_parts(-(-block_bytes // (8 * RUN_WORDS)))
+    return x.ctypes.data, y.ctypes.data
+
+
+@cache
+def _weight_parts(num_runs: int) -> tuple[Words, Words]:
+    """Of both rows, odd int64 `[RUN_WORDS + num_runs]`: places in a run, then runs. SplitMix64 (Steele, Lea, Flood)."""
+    position = np.arange(RUN_WORDS + num_runs, dtype=np.uint64)
     return _split_mix(position, seed=0x70647365727665), _split_mix(position, seed=0x6B76626C6F636B)
-
-
-@lru_cache(maxsize=8)
-def _weights_and_addresses(num_words: int) -> tuple[tuple[Words, Words], tuple[int, int]]:
-    """The weights and where they lie, since asking an array takes longer than the kernel's call."""
-    weights = _weights(num_words)
-    return weights, (weights[0].ctypes.data, weights[1].ctypes.data)
 
 
 def _split_mix(position: np.ndarray[Any, np.dtype[np.uint64]], seed: int) -> Words:

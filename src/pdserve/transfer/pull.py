@@ -12,8 +12,8 @@ from pdserve.transfer.base import Descriptor
 MAX_READ_BYTES = 8 << 20
 """Of one READ: it ends soon, so that little is quarantined for short when it is given up, and its bytes are still in
 a processor's cache when they are verified."""
-SMALL_READ_BYTES = 1 << 20
-"""Not worth while splitting: a READ has a price of its own."""
+SHORT_TAIL_BYTES = 3 << 20
+"""Verified at the end, while nothing is copied: less would be further READs, and each has a price of its own."""
 
 
 class PullFaults(Protocol):
@@ -104,18 +104,21 @@ class ActivePull:
     outcome: PullOutcome | None = None
 
 
-def split_into_reads(num_blocks: int, block_bytes: int, max_read_bytes: int = MAX_READ_BYTES) -> deque[range]:
+def split_into_reads(
+    num_blocks: int, block_bytes: int, max_read_bytes: int = MAX_READ_BYTES, *, is_verified: bool = False
+) -> deque[range]:
     """Index ranges of READs of at most `max_read_bytes` each, and of at least one block.
 
-    The last ones become small: each takes two thirds of what is left, so that the blocks before it are verified while
-    it is copied, and hardly anything is left to verify at the end.
+    Where they are verified, the last ones become smaller: each takes two thirds of what is left, so that the blocks
+    before it are verified while it is copied, and little is left to verify at the end.
     """
     step = max(1, max_read_bytes // block_bytes)
     reads: deque[range] = deque()
     first = 0
     while first < num_blocks:
         left = num_blocks - first
-        count = min(step, -(-2 * left // 3)) if left * block_bytes > SMALL_READ_BYTES else left
+        is_tail = not is_verified or left * block_bytes <= SHORT_TAIL_BYTES
+        count = min(step, left if is_tail else -(-2 * left // 3))
         reads.append(range(first, first + count))
         first += count
     return reads

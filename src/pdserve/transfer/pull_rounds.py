@@ -19,9 +19,11 @@ from pdserve.transfer.memory import bytes_view
 from pdserve.transfer.peer_failures import PeerFailures
 from pdserve.transfer.pull import ActivePull, OnOutcome, PullFaults, PullOutcome, PullRequest, split_into_reads
 from pdserve.transfer.quarantine import Quarantine
-from pdserve.transfer.verifier import Verdict, Verifier
+from pdserve.transfer.verifier import Verdict, Verifier, create_verifier
 
 _DRAIN_POLL_S = 0.0005
+_LOOK_AFTER_S = 0.005
+"""At most, between looks at everything but READs while one follows the other: each look delays the next one."""
 
 _log = logging.getLogger(__name__)
 
@@ -54,12 +56,13 @@ class PullRounds:
         self._drain_s = drain_s
         self._on_descriptor = on_descriptor
         self._clock = clock
-        self._verifier: Verifier[tuple[ActivePull, int]] = Verifier(kv_cache, on_verdict)
+        self._verifier: Verifier[tuple[ActivePull, int]] = create_verifier(kv_cache, on_verdict)
         max_blocks = max_quarantined_ratio * kv_cache.shape[0]
         self._quarantines = {name: Quarantine(quarantine_s, max_blocks, clock) for name in transports}
         self._draining_since_s: dict[str, float] = {}
         self._pulls: dict[int, ActivePull] = {}
         self._preparing: dict[PeerId, str] = {}
+        self._look_after_at_s = 0.0
         self.num_recreated = 0
 
     @property
@@ -79,29 +82,41 @@ class PullRounds:
 
     def round(self) -> bool:
         """Whether something moved, so that another round is worth while at once."""
-        num_results = self._collect() + self._take_verdicts()
-        self._watch_preparing()
+        num_results = self._collect()
         num_posted = sum(self._advance(pull) for pull in list(self._pulls.values()))
+        if not num_posted or self._clock() >= self._look_after_at_s:
+            num_results += self._look_after_everything_else()
+        return num_results + num_posted > 0 or self._verify_meanwhile()
+
+    def _look_after_everything_else(self) -> int:
+        """What has time while READs follow each other; returns the number of verdicts."""
+        num_verdicts = self._take_verdicts()
+        self._look_after_at_s = self._clock() + _LOOK_AFTER_S
+        self._watch_preparing()
         for name, transport in self._transports.items():
             self._look_after_quarantine(name, transport)
             transport.serve()
-        return num_results + num_posted > 0 or self._verify_meanwhile()
+        return num_verdicts
 
     def _verify_meanwhile(self) -> bool:
         """With nothing to copy: help, or wait for the last verdict where it is due any moment."""
-        if self._verifier.help():
-            return True
-        return any(pull.num_verifying for pull in self._pulls.values()) and self._verifier.wait_briefly()
+        return any(pull.num_verifying for pull in self._pulls.values()) and self._verifier.help()
 
     def begin(self, ticket: int, request: PullRequest) -> None:
         """Take a request on."""
         now_s = self._clock()
         not_before_s = now_s + (self._faults.delay_s("pull_delay_s") if self._faults else 0.0)
-        reads = split_into_reads(len(request.local_ids), self._block_bytes, self._max_read_bytes)
+        num_blocks, is_verified = len(request.local_ids), bool(request.digests)
+        reads = split_into_reads(num_blocks, self._block_bytes, self._max_read_bytes, is_verified=is_verified)
         pull = ActivePull(ticket, request, now_s, not_before_s, reads)
         self._pulls[ticket] = pull
         if request.descriptor.backend not in self._transports:
             self._fail(pull, "lookup", f"backend {request.descriptor.backend} is not usable on this worker")
+
+    def expect(self, request: PullRequest) -> None:
+        """`begin` will follow in a moment. From any thread."""
+        if request.digests:
+            self._verifier.expect()
 
     def prepare(self, descriptor: Descriptor) -> None:
         """Connect to a peer before a request needs it. A failure costs nothing: the request tries again."""

@@ -109,6 +109,7 @@ class Puller:
         """
         ticket = next(self._tickets)
         self._command(lambda: self._rounds.begin(ticket, request))
+        self._rounds.expect(request)  # here, since the transfer thread is just waking up
         return ticket
 
     def abort(self, ticket: int) -> None:
