@@ -17,7 +17,7 @@
 namespace {
 using Clock = std::chrono::steady_clock;
 using std::chrono::microseconds;
-constexpr microseconds kStayAwake{1500};  // longer than a READ of 8 MB takes here; falling asleep costs 300
+constexpr microseconds kStayAwake{4000};  // longer than a READ takes here; falling asleep costs 300
 constexpr int64_t kPartBytes = 3 << 19, kLeastBytes = 1 << 18;  // compared at a time
 constexpr int kSpinsPerYield = 64;        // a neighbour that wants this core gets it that soon
 
