@@ -4,6 +4,9 @@
 // splits are merged in ascending order. Tile and split borders are absolute positions, keys a row does not see get
 // weight 0 exactly, and every product is one chain of multiply-adds: a row's result is the same whether it is
 // computed alone, in a chunk, or split by split on several threads.
+//
+// With operands in pairs and a cache in bf16, products are those of pairs too: of neighbouring dims of queries and
+// keys, and of neighbouring tokens' weights and values. Tiles begin at even positions, so the same tokens meet always.
 #pragma once
 #include "gemm.h"
 #include "rows.h"
@@ -34,9 +37,21 @@ static inline void merge_row(const Softmax& into, const Softmax& other, int row,
     into.max[row] = top;
 }
 
-// acc[R][NV vectors at column] = acc * alpha[R] + p[R][64] . values, values[token] pointing at rows of one head
-template <class KV, int R, int NV>
-static inline void add_values(float* acc, int dim, const float* alpha, const float* p, const KV* const* values,
+// What attention multiplies: elements of a panel of keys. Values as they are, or two tokens' values in pairs.
+template <class KV, class Operand>
+using Key = std::conditional_t<std::is_same_v<KV, bf16> && kIsPaired<Operand>, Pair, float>;
+
+template <class K, class KV>
+static inline auto load_values(const KV* const* values, int step, int64_t column) {
+    if constexpr (kIsPaired<K>)
+        return v_load_pairs(values[2 * step] + column, values[2 * step + 1] + column);
+    else
+        return v_load(values[step] + column);
+}
+
+// acc[R][NV vectors at column] = acc * alpha[R] + p[R][64 tokens] . values, values[token] pointing at rows of one head
+template <class K, class KV, int R, int NV>
+static inline void add_values(float* acc, int dim, const float* alpha, const Word<K>* p, const KV* const* values,
                               int64_t column, int tokens) {
     vec sum[R][NV];
 #pragma GCC unroll 12
@@ -45,14 +60,13 @@ static inline void add_values(float* acc, int dim, const float* alpha, const flo
 #pragma GCC unroll 4
         for (int v = 0; v < NV; ++v) sum[i][v] = v_mul(v_load(acc + i * dim + v * kWidth), factor);
     }
-    for (int j = 0; j < tokens; ++j) {
-        const KV* row = values[j] + column;
-        vec value[NV];
+    for (int j = 0; j < steps_of<K>(tokens); ++j) {
+        decltype(load_values<K>(values, j, column)) value[NV];
 #pragma GCC unroll 4
-        for (int v = 0; v < NV; ++v) value[v] = v_load(row + v * kWidth);
+        for (int v = 0; v < NV; ++v) value[v] = load_values<K>(values, j, column + v * kWidth);
 #pragma GCC unroll 12
         for (int i = 0; i < R; ++i) {
-            vec weight = v_set(p[i * kKeyTile + j]);
+            const auto weight = v_set(p[i * (kKeyTile / kDepth<K>) + j]);
 #pragma GCC unroll 4
             for (int v = 0; v < NV; ++v) sum[i][v] = v_fma(weight, value[v], sum[i][v]);
         }
@@ -64,38 +78,38 @@ static inline void add_values(float* acc, int dim, const float* alpha, const flo
     }
 }
 
-template <class KV, int R>
-static void add_values_all(float* acc, int dim, const float* alpha, const float* p, const KV* const* values,
+template <class K, class KV, int R>
+static void add_values_all(float* acc, int dim, const float* alpha, const Word<K>* p, const KV* const* values,
                            int64_t offset, int tokens) {
     constexpr int widest = R <= kMaxVecRows ? kMaxVecs : kMaxVecs / 2;
     int d = 0;
     for (; d + widest * kWidth <= dim; d += widest * kWidth)
-        add_values<KV, R, widest>(acc + d, dim, alpha, p, values, offset + d, tokens);
+        add_values<K, KV, R, widest>(acc + d, dim, alpha, p, values, offset + d, tokens);
     for (; d + 2 * kWidth <= dim; d += 2 * kWidth)
-        add_values<KV, R, 2>(acc + d, dim, alpha, p, values, offset + d, tokens);
-    for (; d < dim; d += kWidth) add_values<KV, R, 1>(acc + d, dim, alpha, p, values, offset + d, tokens);
+        add_values<K, KV, R, 2>(acc + d, dim, alpha, p, values, offset + d, tokens);
+    for (; d < dim; d += kWidth) add_values<K, KV, R, 1>(acc + d, dim, alpha, p, values, offset + d, tokens);
 }
 
-template <class KV>
+template <class K, class KV>
 struct AddValues {
-    using Function = void (*)(float*, int, const float*, const float*, const KV* const*, int64_t, int);
+    using Function = void (*)(float*, int, const float*, const Word<K>*, const KV* const*, int64_t, int);
     static Function of(int rows) {
         switch (rows) {
-            case 1: return add_values_all<KV, 1>;
-            case 2: return add_values_all<KV, 2>;
-            case 3: return add_values_all<KV, 3>;
+            case 1: return add_values_all<K, KV, 1>;
+            case 2: return add_values_all<K, KV, 2>;
+            case 3: return add_values_all<K, KV, 3>;
 #if !defined(PDS_PORTABLE)
-            case 4: return add_values_all<KV, 4>;
-            case 5: return add_values_all<KV, 5>;
-            case 6: return add_values_all<KV, 6>;
+            case 4: return add_values_all<K, KV, 4>;
+            case 5: return add_values_all<K, KV, 5>;
+            case 6: return add_values_all<K, KV, 6>;
 #endif
 #if defined(PDS_AVX512)
-            case 7: return add_values_all<KV, 7>;
-            case 8: return add_values_all<KV, 8>;
-            case 9: return add_values_all<KV, 9>;
-            case 10: return add_values_all<KV, 10>;
-            case 11: return add_values_all<KV, 11>;
-            case 12: return add_values_all<KV, 12>;
+            case 7: return add_values_all<K, KV, 7>;
+            case 8: return add_values_all<K, KV, 8>;
+            case 9: return add_values_all<K, KV, 9>;
+            case 10: return add_values_all<K, KV, 10>;
+            case 11: return add_values_all<K, KV, 11>;
+            case 12: return add_values_all<K, KV, 12>;
 #endif
             default: __builtin_unreachable();
         }
@@ -143,13 +157,16 @@ static void write_kv(const Step& step, const PdsLayer& layer, const LayerCache<K
 // `Operand`: words of the operand that its results become
 template <class KV, class Operand>
 class Attention {
+    using K = Key<KV, Operand>;
+
 public:
     Attention(const Step& step, const PdsLayer& layer, int layer_index, const Tiling& outputs, float* scratch)
         : step_(step), model_(*step.model), layer_(layer), outputs_(outputs),
           cache_(layer_cache<KV>(model_, *step.batch, layer_index)), dim_(model_.head_dim),
-          group_(model_.num_heads / model_.num_kv_heads) {
+          steps_(steps_of<K>(model_.head_dim)), group_(model_.num_heads / model_.num_kv_heads) {
         const int rows = (kItemRows + group_ > model_.num_heads ? kItemRows + group_ : model_.num_heads) + kMaxRows;
-        float** targets[] = {&queries_, &part_.acc, &whole_.acc, &keys_, &scores_, &part_.sum, &whole_.sum, &part_.max,
+        float *queries, *keys;  // words take the room of floats at most
+        float** targets[] = {&queries, &part_.acc, &whole_.acc, &keys, &scores_, &part_.sum, &whole_.sum, &part_.max,
                              &whole_.max};
         const int sizes[] = {rows * dim_, rows * dim_, rows * dim_, kKeyTile * dim_, kMaxRows * kKeyTile,
                              rows * kWidth, rows * kWidth, rows, rows};
@@ -157,6 +174,8 @@ public:
             *targets[i] = scratch;
             scratch += sizes[i];
         }
+        queries_ = reinterpret_cast<Word<K>*>(queries);
+        keys_ = reinterpret_cast<K*>(keys);
     }
 
     void run(const AttentionItem& item) {
@@ -191,7 +210,7 @@ public:
     }
 
 private:
-    // queries_[head][tile][dim][rows of the tile]; row = query * group + head of the group
+    // queries_[head][tile][steps of dim][rows of the tile]; row = query * group + head of the group
     void pack_queries(const AttentionItem& item) {
         const int half = dim_ / 2;
         float rotated[512];
@@ -205,8 +224,8 @@ private:
                     rotate_head(step_.qkv + batch_row * layer_.qkv.n + head * dim_, layer_.q_norm, model_.norm_eps,
                                 model_.rope_cos + position * half, model_.rope_sin + position * half, dim_,
                                 model_.softmax_scale, rotated);
-                    float* target = queries_ + (h * rows_per_head_ + tiling_.start(t)) * dim_ + i;
-                    for (int d = 0; d < dim_; ++d) target[d * tiling_.size(t)] = rotated[d];
+                    put(rotated, dim_, queries_ + (h * rows_per_head_ + tiling_.start(t)) * steps_ + i,
+                        tiling_.size(t));
                 }
     }
 
@@ -219,7 +238,7 @@ private:
         for (int token = low, turn = 0; token < high; token += kKeyTile, turn ^= 1) {
             const int tokens = high - token < kKeyTile ? high - token : kKeyTile;
             const int following = token + kKeyTile < high ? locate(token + kKeyTile, high, rows[turn ^ 1]) : 0;
-            for (int j = 0; j < tokens; ++j) value_rows[j] = rows[turn][j] + cache_.value_offset;
+            for (int j = 0; j < kKeyTile; ++j) value_rows[j] = rows[turn][j] + cache_.value_offset;
             for (int h = 0; h < item.num_heads; ++h) {
                 const int64_t offset = (item.first_head + h) * dim_;
                 if (item.num_queries == 1)
@@ -257,22 +276,29 @@ private:
         for (int j = 0; j < panels * kPanel; j += kWidth)
             for (int d = 0; d < dim_;)
                 d += transpose(key_rows + j, offset + d, dim_ - d,
-                               keys_ + j / kPanel * kPanel * dim_ + d * kPanel + j % kPanel, kPanel);
+                               keys_ + (j / kPanel * steps_ + d / kDepth<K>) * kPanel + j % kPanel, kPanel);
         float alpha[kMaxRows], panel_scores[kMaxRows * kPanel];
         for (int t = 0; t < tiling_.tiles; ++t) {
             const int start = tiling_.start(t), size = tiling_.size(t), state_row = h * rows_per_head_ + start;
             for (int panel = 0; panel < panels; ++panel) {
                 Ahead nothing{nullptr, nullptr, 0};
-                Tiles<float>::of(size)(queries_ + state_row * dim_, keys_ + panel * kPanel * dim_, dim_, panel_scores,
-                                       false, nothing);
+                Tiles<K>::of(size)(queries_ + state_row * steps_, keys_ + panel * steps_ * kPanel, steps_, panel_scores,
+                                   false, nothing);
                 for (int i = 0; i < size; ++i)
                     memcpy(scores_ + i * kKeyTile + panel * kPanel, panel_scores + i * kPanel, sizeof(float) * kPanel);
             }
             for (int i = 0; i < size; ++i)
                 alpha[i] = soften(scores_ + i * kKeyTile, state_row + i,
                                   first_position_ + (start + i) / group_ - token, panels * kPanel);
-            AddValues<KV>::of(size)(part_.acc + state_row * dim_, dim_, alpha, scores_, value_rows, offset, tokens);
+            AddValues<K, KV>::of(size)(part_.acc + state_row * dim_, dim_, alpha, weights(size), value_rows, offset,
+                                       tokens);
         }
+    }
+
+    // The weights of some rows as they are multiplied, in the place of their scores.
+    const Word<K>* weights(int rows) {
+        if constexpr (kIsPaired<K>) put(scores_, rows * kKeyTile, reinterpret_cast<Word<K>*>(scores_));
+        return reinterpret_cast<const Word<K>*>(scores_);
     }
 
     // Turns one row's scores into weights; `diagonal` is the row's own position counted from the tile's first token.
@@ -349,12 +375,14 @@ private:
     const PdsLayer& layer_;
     const Tiling& outputs_;
     const LayerCache<KV> cache_;
-    const int dim_, group_;
+    const int dim_, steps_, group_;
     const PdsSlice* slice_ = nullptr;
     const int32_t* table_ = nullptr;
     int first_position_ = 0, rows_per_head_ = 0;
     Tiling tiling_;
-    float *queries_, *keys_, *scores_;
+    Word<K>* queries_;
+    K* keys_;
+    float* scores_;
     Softmax part_, whole_;
 };
 }  // namespace

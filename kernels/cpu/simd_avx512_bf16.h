@@ -22,6 +22,31 @@ static inline pairs v_set(Pair p) {
 }
 static inline vec v_fma(pairs a, pairs b, vec c) { return _mm512_dpbf16_ps(c, a, b); }
 
+// Lane by lane the values of two rows.
+static inline pairs v_load_pairs(const bf16* even, const bf16* odd) {
+    const __m512i low = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(even)));
+    const __m512i high = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(odd)));
+    return (pairs)_mm512_or_si512(low, _mm512_slli_epi32(high, 16));
+}
+
+// 16 rows' neighbouring columns in pairs: target[pair of columns][row]. Returns the number of columns.
+static inline int transpose(const bf16* const* rows, int64_t column, int left, Pair* target, int64_t stride) {
+    const int words = left < 32 ? left / 2 : 16;
+    const __mmask16 mask = static_cast<__mmask16>((1u << words) - 1);
+    vec r[16];
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; ++i) r[i] = _mm512_maskz_loadu_ps(mask, rows[i] + column);
+    transpose_words(r);
+    for (int i = 0; i < words; ++i) _mm512_storeu_ps(target + i * stride, r[i]);
+    return 2 * words;
+}
+
+// A whole number of vectors side by side; the target may be where the values are.
+static inline void put(const float* values, int count, Pair* target) {
+    for (int i = 0; i < count; i += 32)
+        _mm512_storeu_si512(target + i / 2, (__m512i)_mm512_cvtne2ps_pbh(v_load(values + i + 16), v_load(values + i)));
+}
+
 static inline void put(const float* values, int count, Pair* target, int stride) {
     for (int i = 0; i < count; i += 32, values += 32) {
         const int left = count - i < 32 ? count - i : 32;
