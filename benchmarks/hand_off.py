@@ -42,6 +42,8 @@ from pdserve.transfer.tcp import TcpTransport
 BLOCK_BYTES = 30 * 2 * 16 * 3 * 64 * 4
 """SmolLM2-135M, 16 tokens, fp32."""
 RAW, MEMCPY = "raw NIXL", "memcpy"
+_GROUPS = ((MEMCPY, RAW, "Puller nixl", "Puller nixl, digests"), ("Puller tcp", "Puller tcp, digests"))
+"""What takes turns: threads that answer over tcp work on for a while, which is no part of NIXL's transfers."""
 _TIMEOUT_S = 30.0
 _MANY = 5
 """At most so many times more rounds for small transfers."""
@@ -133,15 +135,15 @@ def measure_transfers(sizes: list[int], block_bytes: int, num_rounds: int, max_r
     with Reader(num_blocks, block_bytes, max_read_bytes) as reader:
         for read in reader.ways.values():
             read(list(range(num_blocks)))  # connections, page tables, both processes' memory
-        for size in sizes:
+        for size, group in itertools.product(sizes, _GROUPS):
             # Small ones differ more from each other, and cost little.
             for _ in range(max(num_rounds, round(num_rounds * min(_MANY, max(sizes) / size)))):
-                ways = list(reader.ways.items())
+                ways = list(group)
                 chooser.shuffle(ways)
-                for way, read in ways:
+                for way in ways:
                     # Each reads other blocks: none finds them in a cache because another one read them before.
                     ids = [next(block_ids) for _ in range(size)]
-                    rates.setdefault((size, way), []).append(size * block_bytes / read(ids) / 1e9)
+                    rates.setdefault((size, way), []).append(size * block_bytes / reader.ways[way](ids) / 1e9)
     return [row for size in sizes for row in _transfer_rows(size, block_bytes, rates)]
 
 

@@ -1,9 +1,9 @@
 """How a prefill and a decode worker share this machine's cores: threads, niceness, pinning, the way of waiting.
 
 `p1d2+nice10` is one thread for prefill, two for decode, prefill at niceness 10; `+rest90` lets decode steps begin 90 ms
-apart while prompts are computed; `+pin` pins the workers to different cores, `+active` lets OpenMP threads spin (our
-own CPU kernels always wait passively). Services for several layouts run at the same time, so that they can be
-measured in turns: idle ones cost memory and no time, unless they spin.
+apart while prompts are computed; `+pin` pins the workers to different cores, `+active` lets OpenMP threads spin
+(those of our own CPU kernels sleep after half a millisecond). Services for several layouts run at the same time, so
+that they can be measured in turns: idle ones cost memory and no time, unless they spin.
 """
 
 from __future__ import annotations

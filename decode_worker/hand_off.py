@@ -15,6 +15,7 @@ from pdserve.engine.sequence import Sequence
 from pdserve.errors import TransferError
 from pdserve.messages import KvReady, LeaseItem, TokenLogprobs
 from pdserve.transfer.base import Descriptor, PeerId
+from pdserve.transfer.digest import DIGEST_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +100,8 @@ class HandOff:
             raise TransferError("geometry", f"blocks [{message.first_block_index}, {end}) of {self.num_blocks}")
         if message.digests and len(message.digests) != len(message.block_ids):
             raise TransferError("geometry", f"{len(message.digests)} digests for {len(message.block_ids)} blocks")
+        if wrong := [len(digest) for digest in message.digests if len(digest) != DIGEST_BYTES]:
+            raise TransferError("geometry", f"a digest of {wrong[0]} bytes, not {DIGEST_BYTES}")
         num_full = min(end, len(self.chain_hashes))
         if num_full and message.chain_hash != self.chain_hashes[num_full - 1]:
             raise TransferError("verify", "the offered blocks belong to another prompt")

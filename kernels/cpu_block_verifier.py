@@ -6,6 +6,7 @@ Plain ctypes, as in `cpu_ops`: every call releases the GIL, and the thread itsel
 from __future__ import annotations
 
 import ctypes
+import threading
 from array import array
 
 from pdserve.kernels.cpu_ops import load_library
@@ -36,11 +37,16 @@ class CpuBlockVerifier:
         if not self._handle:
             raise MemoryError("no memory for a verifier of KV blocks")
         self._verdicts = (_Verdict * _MAX_VERDICTS)()
+        self._closing = threading.Lock()
 
     def expect(self) -> None:
-        """Blocks will arrive in a moment: the thread wakes up meanwhile and stays awake for a short while."""
-        if self._handle:
-            self._library.pds_verifier_expect(self._handle)
+        """Blocks will arrive in a moment: the thread wakes up meanwhile and stays awake for a short while.
+
+        From any thread; after `close` nothing happens.
+        """
+        with self._closing:
+            if self._handle:
+                self._library.pds_verifier_expect(self._handle)
 
     def begin(self, job: int, block_ids: list[int], digests: bytes, *, is_for_thread: bool) -> None:
         """Compare blocks with their digests; `take` tells how many were wrong.
@@ -71,7 +77,8 @@ class CpuBlockVerifier:
 
     def close(self) -> None:
         """No block is read afterwards; what was begun and not compared is dropped. Again: nothing."""
-        handle, self._handle = self._handle, None
+        with self._closing:
+            handle, self._handle = self._handle, None
         if handle:
             self._library.pds_verifier_destroy(handle)
 

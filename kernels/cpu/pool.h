@@ -1,5 +1,5 @@
-// A team of threads that runs one function at a time. Waiting is passive: a thread spins for a few
-// microseconds (phases of a step follow each other that fast), then sleeps in the kernel.
+// A team of threads that runs one function at a time. A thread that waits looks for a while, at barriers for half a
+// millisecond at most, then sleeps in the kernel.
 #pragma once
 #include <cstdint>
 

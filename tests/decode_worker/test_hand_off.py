@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -116,6 +117,13 @@ def test_blocks_outside_the_prompt_are_refused(first: int, end: int) -> None:
     hand_off = make_hand_off(8)
     with pytest.raises(TransferError, match="geometry"):
         hand_off.announce(ready(8, first, end))
+
+
+@pytest.mark.parametrize("digests", [[b"d" * 16], [b"d" * 16, b"d" * 15], [b"d" * 17, b"d" * 15]])
+def test_digests_that_do_not_fit_the_blocks_are_refused(digests: list[bytes]) -> None:
+    message = msgspec.structs.replace(ready(8, 0, 2), digests=digests)
+    with pytest.raises(TransferError, match="geometry: .*digest"):
+        make_hand_off(8).announce(message)
 
 
 def test_a_failed_hand_off_still_learns_token_0_but_reads_nothing() -> None:

@@ -47,7 +47,7 @@ class Verifier(Protocol[T]):
     """One thread, its owner, makes all calls but `expect`."""
 
     def expect(self) -> None:
-        """Blocks are on their way: it may be worth while waking up now. From any thread, before `close`."""
+        """Blocks are on their way: it may be worth while waking up now. From any thread."""
         ...
 
     def begin(self, tag: T, block_ids: list[int], digests: list[bytes], *, is_last: bool = False) -> None:
