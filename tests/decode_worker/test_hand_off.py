@@ -122,7 +122,7 @@ def test_blocks_outside_the_prompt_are_refused(first: int, end: int) -> None:
 @pytest.mark.parametrize("digests", [[b"d" * 16], [b"d" * 16, b"d" * 15], [b"d" * 17, b"d" * 15]])
 def test_digests_that_do_not_fit_the_blocks_are_refused(digests: list[bytes]) -> None:
     message = msgspec.structs.replace(ready(8, 0, 2), digests=digests)
-    with pytest.raises(TransferError, match="geometry: .*digest"):
+    with pytest.raises(TransferError, match="digest"):
         make_hand_off(8).announce(message)
 
 
