@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import signal
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,15 @@ class Terminal(io.StringIO):
             self.shown.set()
 
 
+@pytest.fixture
+def heeds_ctrl_c() -> Iterator[None]:
+    """A shell that starts something in the background makes it ignore Ctrl-C: these tests, for example."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heeds_ctrl_c")
 def test_ctrl_c_stops_the_current_answer_only_and_hangs_up(
     chat_server, typed, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
