@@ -83,15 +83,7 @@ def test_ctrl_c_stops_the_current_answer_only_and_hangs_up(
     terminal = Terminal("partial")
     monkeypatch.setattr("sys.stdout", terminal)
     user = threading.get_ident()
-
-    def press_ctrl_c() -> None:
-        terminal.shown.wait(10)
-        signal.pthread_kill(user, signal.SIGINT)
-        # Python drops an interrupt that comes while it finalises an object; a person would press again, too.
-        while not chat_server.broken_pipes.wait(5):
-            signal.pthread_kill(user, signal.SIGINT)
-
-    thread = threading.Thread(target=press_ctrl_c, daemon=True)
+    thread = threading.Thread(target=lambda: terminal.shown.wait(10) and signal.pthread_kill(user, signal.SIGINT))
     thread.start()
     assert main(["--url", chat_server.url]) == 0
     thread.join()
