@@ -37,7 +37,7 @@ def create(request):
 
 
 def verdicts(verifier, count):
-    found, until_s = [], time.monotonic() + 10
+    found, until_s = [], time.monotonic() + 60
     while len(found) < count:
         assert time.monotonic() < until_s, found
         verifier.help()
@@ -62,9 +62,9 @@ def test_every_wrong_block_counts_once_however_they_are_divided(create, large_bl
         large_blocks[block_id, -1] ^= 1
     verifier = create(large_blocks)
     verifier.expect()
-    for number in range(100):
+    for number in range(20):
         verifier.begin(number, list(range(9)), digests, is_last=is_last)
-    assert verdicts(verifier, 100) == [Verdict(number, 9, 4) for number in range(100)]
+    assert verdicts(verifier, 20) == [Verdict(number, 9, 4) for number in range(20)]
 
 
 def test_a_digest_wrong_in_either_half_is_noticed(create, blocks):
@@ -123,9 +123,9 @@ def test_expecting_from_other_threads_while_blocks_are_compared(create, large_bl
     for thread in threads:
         thread.start()
     try:
-        for number in range(100):
+        for number in range(20):
             verifier.begin(number, list(range(9)), digests, is_last=number % 3 == 0)
-        assert len(verdicts(verifier, 100)) == 100
+        assert len(verdicts(verifier, 20)) == 20
     finally:
         is_over.set()
         for thread in threads:
@@ -157,12 +157,11 @@ def test_kernels_read_nothing_outside_of_the_pool(blocks, outside):
     verifier.close()
 
 
+@needs_kernels
 def test_kernels_are_used_where_there_are_some(blocks, monkeypatch):
     verifiers = [create_verifier(blocks, lambda: None)]
     monkeypatch.setenv("PDS_CPU_KERNELS", "off")
     verifiers.append(create_verifier(blocks, lambda: None))
-    has_kernels = verifiers[0].__class__ is NativeVerifier
-    assert has_kernels == (cpu_ops._library_path() is not None)
-    assert isinstance(verifiers[1], ThreadVerifier)
+    assert [type(verifier) for verifier in verifiers] == [NativeVerifier, ThreadVerifier]
     for verifier in verifiers:
         verifier.close()
