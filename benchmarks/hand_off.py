@@ -97,11 +97,12 @@ class Reader:
 
     def _read_raw(self, ids: list[int]) -> float:
         start_s = time.perf_counter()
-        read = self._raw.post_read(self._lists[0], ids, self._lists[1], ids)
-        while not (state := self._raw.has_ended(read))[0]:
-            pass
+        read, has_ended = self._raw.post_read(self._lists[0], ids, self._lists[1], ids)
+        failure = ""
+        while not has_ended:
+            has_ended, failure = self._raw.has_ended(read)
         duration_s = time.perf_counter() - start_s
-        assert not state[1], state
+        assert not failure, failure
         self._raw.release(read)
         return duration_s
 

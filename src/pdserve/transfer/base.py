@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import enum
 import time
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -58,8 +57,7 @@ class PullState(enum.Enum):
     FAILED = "failed"
 
 
-@dataclass(frozen=True, slots=True)
-class PullResult:
+class PullResult(NamedTuple):
     """Outcome of one `pull`, reported once by `poll`."""
 
     handle: int
@@ -69,7 +67,6 @@ class PullResult:
     is_terminal: bool = True
     """Whether the backend can prove that no byte of the local blocks will change any more."""
     num_bytes: int = 0
-    duration_s: float = 0.0
     detail: str = ""
     """The backend's own words on a failure, for the log."""
 

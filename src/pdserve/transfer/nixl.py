@@ -53,7 +53,6 @@ class _Read:
     native: int
     peer: _Peer
     num_bytes: int
-    started_s: float
     deadline_s: float
     given_up: str = ""
     """Why nobody waits for it any more; it is watched until it ended all the same."""
@@ -109,12 +108,12 @@ class NixlTransport:
 
     def start_connect(self, descriptor: Descriptor) -> None:
         """See `Transport.start_connect`. A wire-up READ that is still unanswered is waited for once more."""
-        check_intact(descriptor)
-        check_compatible(self._own, descriptor)
         known = self._peers.get(descriptor.peer)
-        if known and known.failure is None and known.descriptor.checksum == descriptor.checksum:
+        if known and known.failure is None and known.descriptor == descriptor:
             known.deadline_s = max(known.deadline_s, self._clock() + self._connect_timeout_s)
             return
+        check_intact(descriptor)
+        check_compatible(self._own, descriptor)
         payload = decode_payload(descriptor)
         for peer in [peer for peer in self._peers if peer.worker_id == descriptor.worker_id]:
             self.disconnect(peer)
@@ -148,18 +147,20 @@ class NixlTransport:
         if not self.is_connected(peer):
             raise TransferError("connect", f"{peer} has not answered yet")
         known = self._peers[peer]
-        if not all(0 <= block_id < known.descriptor.num_blocks for block_id in remote_ids):
+        if min(remote_ids) < 0 or max(remote_ids) >= known.descriptor.num_blocks:
             raise TransferError("geometry", f"{peer} has {known.descriptor.num_blocks} blocks, wanted {remote_ids}")
-        started_s = self._clock()
         try:
-            native = self._native.post_read(self._local_blocks, local_ids, known.blocks, remote_ids)
+            native, has_ended = self._native.post_read(self._local_blocks, local_ids, known.blocks, remote_ids)
         except TransferError as error:
             known.failure = TransferError("connect", f"the connection to {peer} is broken ({error}); connect again")
             raise
-        num_bytes = len(local_ids) * self._own.block_bytes
-        read = _Read(next(self._handles), native, known, num_bytes, started_s, deadline_s)
-        self._reads[read.handle] = read
-        return read.handle
+        handle, num_bytes = next(self._handles), len(local_ids) * self._own.block_bytes
+        if has_ended:
+            self._native.release(native)
+            self._results.append(PullResult(handle, PullState.DONE, num_bytes=num_bytes))
+        else:
+            self._reads[handle] = _Read(handle, native, known, num_bytes, deadline_s)
+        return handle
 
     def poll(self) -> list[PullResult]:
         """See `Transport.poll`."""
@@ -174,6 +175,7 @@ class NixlTransport:
         """See `Transport.abort`."""
         read = self._reads.get(handle)
         if read is None:
+            self._results[:] = [result for result in self._results if result.handle != handle]
             return True
         has_ended, _ = self._native.has_ended(read.native)
         if has_ended:
@@ -273,7 +275,7 @@ class NixlTransport:
             token = agent.prepare(payload.agent_name, [(payload.token_address, _TOKEN_BYTES, 0)], "DRAM")
             slot = self._free_slots[-1]
             self._scratch[slot] = 0
-            wire_up = agent.post_read(self._local_slots, [slot], token, [0])
+            wire_up, _ = agent.post_read(self._local_slots, [slot], token, [0])
         except TransferError:
             agent.remove_peer(payload.agent_name)
             raise
@@ -323,8 +325,7 @@ class NixlTransport:
     def _report(
         self, read: _Read, state: PullState, reason: str = "", *, is_terminal: bool = True, detail: str = ""
     ) -> None:
-        duration_s = self._clock() - read.started_s
-        self._results.append(PullResult(read.handle, state, reason, is_terminal, read.num_bytes, duration_s, detail))
+        self._results.append(PullResult(read.handle, state, reason, is_terminal, read.num_bytes, detail))
 
     def _drop(self, read: _Read) -> None:
         del self._reads[read.handle]

@@ -111,8 +111,8 @@ class NixlAgent:
             raise TransferError("connect", f"NIXL refuses the memory of {peer_name or 'this worker'}: {failure}")
         return self._keep(handle)
 
-    def post_read(self, local: int, local_ids: list[int], remote: int, remote_ids: list[int]) -> int:
-        """Start a READ; may copy everything before it returns."""
+    def post_read(self, local: int, local_ids: list[int], remote: int, remote_ids: list[int]) -> tuple[int, bool]:
+        """Start a READ. The flag: everything was copied before this returned, and `has_ended` need not be asked."""
         objects = self._objects
         handle, failure = _attempt(
             self._agent.make_prepped_xfer,
@@ -122,11 +122,12 @@ class NixlAgent:
             objects[remote],
             np.array(remote_ids, dtype=np.int32),
         )
+        state = ""
         if not failure:
-            _, failure = _attempt(self._agent.transfer, handle)
+            state, failure = _attempt(self._agent.transfer, handle)
         if failure:
             raise TransferError("post", f"NIXL cannot start a READ: {failure}")
-        return self._keep(handle)
+        return self._keep(handle), state == "DONE"
 
     def has_ended(self, read: int) -> tuple[bool, str]:
         """Whether nothing is written for a READ any more, and why it failed ("" = it did not)."""

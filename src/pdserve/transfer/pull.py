@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from pdserve.transfer.base import Descriptor
+from pdserve.transfer.base import Descriptor, PeerId
 
 MAX_READ_BYTES = 8 << 20
 """Of one READ: it ends soon, so that little is quarantined for short when it is given up, and its bytes are still in
@@ -87,6 +87,7 @@ class ActivePull:
 
     ticket: int
     request: PullRequest
+    peer: PeerId
     submitted_s: float
     not_before_s: float
     """A test hook delays the first READ."""

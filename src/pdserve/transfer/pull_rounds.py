@@ -83,7 +83,7 @@ class PullRounds:
     def round(self) -> bool:
         """Whether something moved, so that another round is worth while at once."""
         num_results = self._collect()
-        num_posted = sum(self._advance(pull) for pull in list(self._pulls.values()))
+        num_posted = sum(self._advance(ticket) for ticket in list(self._pulls))
         if not num_posted or self._clock() >= self._look_after_at_s:
             num_results += self._look_after_everything_else()
         return num_results + num_posted > 0 or self._verify_meanwhile()
@@ -108,7 +108,7 @@ class PullRounds:
         not_before_s = now_s + (self._faults.delay_s("pull_delay_s") if self._faults else 0.0)
         num_blocks, is_verified = len(request.local_ids), bool(request.digests)
         reads = split_into_reads(num_blocks, self._block_bytes, self._max_read_bytes, is_verified=is_verified)
-        pull = ActivePull(ticket, request, now_s, not_before_s, reads)
+        pull = ActivePull(ticket, request, request.descriptor.peer, now_s, not_before_s, reads)
         self._pulls[ticket] = pull
         if request.descriptor.backend not in self._transports:
             self._fail(pull, "lookup", f"backend {request.descriptor.backend} is not usable on this worker")
@@ -139,8 +139,11 @@ class PullRounds:
             if is_over:
                 del self._preparing[peer]
 
-    def _advance(self, pull: ActivePull) -> int:
-        """Move a request on by at most one READ; returns how many were posted."""
+    def _advance(self, ticket: int) -> int:
+        """Move a request on, by at most one READ where there are others; returns how many were posted."""
+        pull = self._pulls.get(ticket)
+        if pull is None:
+            return 0  # it ended by what the one before it found out
         try:
             return self._connect_and_post(pull)
         except TransferError as error:
@@ -156,7 +159,7 @@ class PullRounds:
             raise TransferError("timeout", "the time for this READ is over")
         if now_s < pull.not_before_s or not pull.waiting:
             return 0
-        name, peer = request.descriptor.backend, request.descriptor.peer
+        name = request.descriptor.backend
         if name in self._draining_since_s:
             return 0
         transport = self._transports[name]
@@ -164,27 +167,40 @@ class PullRounds:
             self._maybe_fail("connect")
             transport.start_connect(request.descriptor)
             pull.is_connecting = True
-        if not transport.is_connected(peer) or self._num_in_flight(peer) >= self._max_reads_per_peer:
+        if not transport.is_connected(pull.peer):
             return 0
-        self._maybe_fail("post")
-        indices = pull.waiting[0]
-        remote_ids = [request.remote_ids[index] for index in indices]
-        handle = transport.pull(peer, request.nonce, remote_ids, _local_ids(request, indices), request.deadline_s)
-        pull.in_flight[handle] = pull.waiting.popleft()
         pull.first_read_s = pull.first_read_s or now_s
-        return 1
+        return self._post(pull, name, transport)
+
+    def _post(self, pull: ActivePull, name: str, transport: Transport) -> int:
+        """Post READs, without going back to anything else while each is copied at once and no other request waits:
+        copying drives code out of the processor's caches, so that what runs between two READs costs a lot.
+        """
+        request, num_posted = pull.request, 0
+        while pull.waiting and self._num_in_flight(pull.peer) < self._max_reads_per_peer:
+            self._maybe_fail("post")
+            indices = pull.waiting[0]
+            remote_ids, local_ids = request.remote_ids[indices.start : indices.stop], _local_ids(request, indices)
+            handle = transport.pull(pull.peer, request.nonce, remote_ids, local_ids, request.deadline_s)
+            pull.in_flight[handle] = pull.waiting.popleft()
+            num_posted += 1
+            self._collect_from(name, transport)
+            if len(self._pulls) > 1 or self._clock() >= self._look_after_at_s:
+                break
+        return num_posted
 
     def _num_in_flight(self, peer: PeerId) -> int:
-        return sum(len(pull.in_flight) for pull in self._pulls.values() if pull.request.descriptor.peer == peer)
+        return sum(len(pull.in_flight) for pull in self._pulls.values() if pull.peer == peer)
 
     def _collect(self) -> int:
         """Take the ended READs of all transports; returns their number."""
-        num_results = 0
-        for name, transport in self._transports.items():
-            for result in transport.poll():
-                num_results += 1
-                self._take_result(name, result)
-        return num_results
+        return sum(self._collect_from(name, transport) for name, transport in self._transports.items())
+
+    def _collect_from(self, name: str, transport: Transport) -> int:
+        results = transport.poll()
+        for result in results:
+            self._take_result(name, result)
+        return len(results)
 
     def _take_result(self, name: str, result: PullResult) -> None:
         quarantine = self._quarantines[name]
@@ -226,6 +242,8 @@ class PullRounds:
         digests = pull.request.digests[indices.start : indices.stop]
         is_last = not any(other.waiting or other.in_flight for other in self._pulls.values())
         self._verifier.begin((pull, num_bytes), local_ids, digests, is_last=is_last)
+        if is_last:
+            self._take_verdicts()
 
     def _take_verdicts(self) -> int:
         """Act on what the verifier found out; returns the number of its verdicts."""
@@ -240,7 +258,7 @@ class PullRounds:
             return  # it ended for another reason
         pull.num_verifying -= 1
         if verdict.num_wrong:
-            found = f"{verdict.num_wrong} of {verdict.num_blocks} blocks differ from what {_peer(pull)} announced"
+            found = f"{verdict.num_wrong} of {verdict.num_blocks} blocks differ from what {pull.peer} announced"
             self._fail(pull, "verify", verdict.failure or found)
         else:
             self._accept(pull, num_bytes)
@@ -261,7 +279,7 @@ class PullRounds:
         if self._faults and self._faults.should_fail("notify"):
             self._fail(pull, "notify", "a test hook made it fail")
             return
-        self._failures.note_success(_peer(pull))
+        self._failures.note_success(pull.peer)
         self._report_end(pull, "", "")
 
     def _fail(self, pull: ActivePull, reason: str, detail: str) -> None:
@@ -272,7 +290,7 @@ class PullRounds:
                 self._quarantines[name].add(handle, pull, len(indices))
         pull.in_flight.clear()
         pull.waiting.clear()
-        self._failures.note_failure(_peer(pull), reason)
+        self._failures.note_failure(pull.peer, reason)
         self._report_end(pull, reason, detail)
 
     def abort(self, ticket: int) -> None:
@@ -302,7 +320,7 @@ class PullRounds:
     def disconnect(self, peer: PeerId) -> None:
         """Drop a peer; requests to it end with reason disconnected."""
         for pull in list(self._pulls.values()):
-            if _peer(pull) == peer:
+            if pull.peer == peer:
                 self._fail(pull, "disconnected", f"{peer} was dropped")
         for transport in self._transports.values():
             transport.disconnect(peer)
@@ -368,10 +386,6 @@ class PullRounds:
 
 def _local_ids(request: PullRequest, indices: range) -> list[int]:
     return request.local_ids[indices.start : indices.stop]
-
-
-def _peer(pull: ActivePull) -> PeerId:
-    return pull.request.descriptor.peer
 
 
 def _call(callback: OnOutcome, outcome: PullOutcome) -> None:

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import itertools
 import logging
+import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 
 import torch
@@ -69,7 +69,6 @@ class Puller:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._failures = PeerFailures(failure_ttl_s, clock)
-        self._wake = threading.Event()
         self._rounds = PullRounds(
             transports,
             kv_cache,
@@ -81,11 +80,11 @@ class Puller:
             max_reads_per_peer=max_reads_per_peer,
             drain_s=drain_s,
             on_descriptor=on_descriptor,
-            on_verdict=self._wake.set,
+            on_verdict=self._wake_up,
             clock=clock,
         )
         self._tickets = itertools.count(1)
-        self._commands: deque[Callable[[], None]] = deque()
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._is_closing = False
         self._is_serving = False
@@ -124,7 +123,7 @@ class Puller:
         """Whether leases exist, so that peers may READ from this worker at any moment."""
         if is_serving != self._is_serving:
             self._is_serving = is_serving
-            self._wake.set()
+            self._wake_up()
 
     def failed_peers(self) -> dict[PeerId, FailureMark]:
         """Peers whose last transfer failed a short while ago."""
@@ -149,7 +148,7 @@ class Puller:
         """Let READs on their way end for a short while, then tear everything down: a fence. Again: nothing."""
         with self._lock:
             self._is_closing = True
-        self._wake.set()
+        self._wake_up()
         if self._thread.is_alive():
             self._thread.join()
         elif self._thread.ident is None:
@@ -160,22 +159,24 @@ class Puller:
         with self._lock:
             if self._is_closing:
                 raise TransferError("aborted", "the transfer thread is closed")
-            self._commands.append(command)
-        self._wake.set()
+            self._commands.put(command)
+
+    def _wake_up(self) -> None:
+        self._commands.put(_do_nothing)
 
     # --- the transfer thread
 
     def _run(self) -> None:
+        is_busy = True
         while not self._is_closing:
-            did_something = False
             try:
+                if not is_busy:
+                    self._wait_for_command(self._wait_s())()
                 self._take_commands()
-                did_something = self._rounds.round()
+                is_busy = self._rounds.round()
             except Exception:
                 _log.exception("a round of the transfer thread failed; it goes on")
-            if not did_something:
-                self._wake.wait(self._wait_s())
-            self._wake.clear()
+                is_busy = False
         self._take_commands()
         self._rounds.drain()
         self._rounds.tear_down()
@@ -188,6 +189,16 @@ class Puller:
         is_watching = self._rounds.num_quarantined_blocks or self._rounds.is_preparing
         return _WATCH_WAIT_S if is_watching else _IDLE_WAIT_S
 
+    def _wait_for_command(self, longest_s: float) -> Callable[[], None]:
+        try:
+            return self._commands.get(timeout=longest_s)
+        except queue.Empty:
+            return _do_nothing
+
     def _take_commands(self) -> None:
-        while self._commands:
-            self._commands.popleft()()
+        while not self._commands.empty():
+            self._commands.get()()
+
+
+def _do_nothing() -> None:
+    pass

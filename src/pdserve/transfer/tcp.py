@@ -134,7 +134,7 @@ class TcpTransport:
         reader = self._peers[peer]
         if not all(0 <= block_id < reader.descriptor.num_blocks for block_id in remote_ids):
             raise TransferError("geometry", f"{peer} has {reader.descriptor.num_blocks} blocks, wanted {remote_ids}")
-        read = TcpRead(next(self._handles), nonce, remote_ids, local_ids, deadline_s, self._clock())
+        read = TcpRead(next(self._handles), nonce, remote_ids, local_ids, deadline_s)
         self._reads[read.handle] = (read, reader)
         reader.submit(read)
         return read.handle
@@ -205,11 +205,10 @@ class TcpTransport:
             self._report(read, None)
 
     def _report(self, read: TcpRead, failure: TransferError | None) -> None:
-        duration_s = self._clock() - read.started_s
         num_bytes = len(read.local_ids) * self._memory.block_bytes
         reason = read.given_up or (failure.reason if failure else "")
         state = PullState.FAILED if reason else PullState.DONE
-        self._results.append(PullResult(read.handle, state, reason, True, num_bytes, duration_s, str(failure or "")))
+        self._results.append(PullResult(read.handle, state, reason, True, num_bytes, str(failure or "")))
 
 
 def _reachable(host: str) -> str:

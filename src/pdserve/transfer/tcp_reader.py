@@ -41,7 +41,6 @@ class TcpRead:
     remote_ids: list[int]
     local_ids: list[int]
     deadline_s: float
-    started_s: float
     given_up: str = ""
     """Why nobody waits for it any more: its thread writes no further block and reports nothing but this."""
     connection: socket.socket | None = None

@@ -12,8 +12,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -30,8 +29,7 @@ _HELP_US = 200
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict(Generic[T]):
+class Verdict(NamedTuple, Generic[T]):
     """What was found out about some blocks."""
 
     tag: T
