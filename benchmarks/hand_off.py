@@ -45,7 +45,7 @@ RAW, MEMCPY = "raw NIXL", "memcpy"
 _GROUPS = ((MEMCPY, RAW, "Puller nixl", "Puller nixl, digests"), ("Puller tcp", "Puller tcp, digests"))
 """What takes turns: threads that answer over tcp work on for a while, which is no part of NIXL's transfers."""
 _TIMEOUT_S = 30.0
-_MANY = 5
+_MANY = 3
 """At most so many times more rounds for small transfers."""
 
 
@@ -216,7 +216,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     commands.add_argument("--blocks", default="13,32,125", help="blocks read at once (default: 13,32,125)")
     commands.add_argument("--block-bytes", type=int, default=BLOCK_BYTES)
     commands.add_argument("--max-read-bytes", type=int, default=MAX_READ_BYTES, help=f"default: {MAX_READ_BYTES}")
-    commands.add_argument("--rounds", type=int, default=9)
+    commands.add_argument("--rounds", type=int, default=27)
     commands.add_argument("--model", default="demo")
     commands.add_argument("--prompt-tokens", type=int, default=2000)
     commands.add_argument("--prompts", type=int, default=5)

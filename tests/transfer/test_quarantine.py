@@ -276,3 +276,41 @@ def test_failure_marks_fade():
     assert failures.marks() == {}
     failures.note_success(b)
     assert failures.num_in_a_row == 0
+
+
+def test_a_lone_request_is_read_in_one_go(scene):
+    scene.begin(1, GOOD, list(range(12)))
+    scene.advance(0, num_rounds=1)
+    assert [ids for _, ids in scene.transport.log] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    assert [outcome.num_bytes for outcome in scene.ends] == [12 * BLOCK_BYTES]
+
+
+def test_several_requests_take_turns(scene):
+    scene.begin(1, GOOD, list(range(8)))
+    scene.begin(2, GOOD, list(range(10, 18)))
+    scene.advance(0, num_rounds=2)
+    assert [ids[0] for _, ids in scene.transport.log] == [0, 10, 4, 14]
+    assert [outcome.ok for outcome in scene.ends] == [True, True]
+
+
+def test_a_long_request_lets_other_things_be_looked_at_every_few_milliseconds(scene):
+    def copy_slowly():
+        scene.now_s += 0.003
+
+    scene.transport.on_poll = copy_slowly
+    scene.begin(1, GOOD, list(range(40)))
+    scene.advance(0, num_rounds=1)
+    assert len(scene.transport.log) == 2
+    scene.advance(0, num_rounds=10)
+    assert [outcome.ok for outcome in scene.ends] == [True]
+
+
+def test_a_request_that_ends_by_what_another_one_finds_out_ends_once(scene):
+    scene.transport.is_good_slow = True
+    scene.begin(1, GOOD, list(range(8)), within_s=5)
+    scene.begin(2, GOOD, list(range(10, 14)), within_s=5)
+    scene.advance(0)
+    failed = [PullResult(h, PullState.FAILED, "copy") for h in scene.transport.reads]
+    scene.transport.poll = lambda: [failed.pop()] if failed else []
+    scene.advance(10)
+    assert sorted(outcome.ticket for outcome in scene.ends) == [1, 2]

@@ -1,8 +1,8 @@
 """What the transfer thread does in each round. One thread, no waiting; `puller.py` is the thread and its doors.
 
-A round: collect ended READs and have their blocks verified (`verifier.py`), post further READs (bounded in size and
-in number per peer, round robin over requests), look after the quarantine. Nothing here waits for a peer, so one that
-is frozen holds up nobody else.
+A round: post READs (bounded in size and in number per peer, round robin over requests), collect ended ones and have
+their blocks verified (`verifier.py`), look after the quarantine. Nothing here waits for a peer, so one that is frozen
+holds up nobody else.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class PullRounds:
         self._draining_since_s: dict[str, float] = {}
         self._pulls: dict[int, ActivePull] = {}
         self._preparing: dict[PeerId, str] = {}
-        self._look_after_at_s = 0.0
+        self._look_after_at_s = self._post_until_s = 0.0
         self.num_recreated = 0
 
     @property
@@ -82,8 +82,9 @@ class PullRounds:
 
     def round(self) -> bool:
         """Whether something moved, so that another round is worth while at once."""
-        num_results = self._collect()
+        self._post_until_s = self._clock() + _LOOK_AFTER_S
         num_posted = sum(self._advance(ticket) for ticket in list(self._pulls))
+        num_results = self._collect()
         if not num_posted or self._clock() >= self._look_after_at_s:
             num_results += self._look_after_everything_else()
         return num_results + num_posted > 0 or self._verify_meanwhile()
@@ -173,8 +174,9 @@ class PullRounds:
         return self._post(pull, name, transport)
 
     def _post(self, pull: ActivePull, name: str, transport: Transport) -> int:
-        """Post READs, without going back to anything else while each is copied at once and no other request waits:
-        copying drives code out of the processor's caches, so that what runs between two READs costs a lot.
+        """Post READs; of a lone request all that are copied at once, for some milliseconds.
+
+        Copying drives code out of the processor's caches, so that whatever runs between two READs is slow.
         """
         request, num_posted = pull.request, 0
         while pull.waiting and self._num_in_flight(pull.peer) < self._max_reads_per_peer:
@@ -185,7 +187,7 @@ class PullRounds:
             pull.in_flight[handle] = pull.waiting.popleft()
             num_posted += 1
             self._collect_from(name, transport)
-            if len(self._pulls) > 1 or self._clock() >= self._look_after_at_s:
+            if len(self._pulls) > 1 or self._clock() >= self._post_until_s:
                 break
         return num_posted
 
