@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -19,6 +18,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from pdserve.errors import TransferError
+from pdserve.mailbox import Mailbox
 from pdserve.transfer.base import Descriptor, PeerId, Transport
 from pdserve.transfer.peer_failures import FailureMark, PeerFailures
 from pdserve.transfer.pull import MAX_READ_BYTES, PullFaults, PullRequest
@@ -84,7 +84,7 @@ class Puller:
             clock=clock,
         )
         self._tickets = itertools.count(1)
-        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._commands: Mailbox[Callable[[], None]] = Mailbox()
         self._lock = threading.Lock()
         self._is_closing = False
         self._is_serving = False
@@ -171,7 +171,7 @@ class Puller:
         while not self._is_closing:
             try:
                 if not is_busy:
-                    self._wait_for_command(self._wait_s())()
+                    self._commands.wait(self._wait_s())
                 self._take_commands()
                 is_busy = self._rounds.round()
             except Exception:
@@ -189,15 +189,9 @@ class Puller:
         is_watching = self._rounds.num_quarantined_blocks or self._rounds.is_preparing
         return _WATCH_WAIT_S if is_watching else _IDLE_WAIT_S
 
-    def _wait_for_command(self, longest_s: float) -> Callable[[], None]:
-        try:
-            return self._commands.get(timeout=longest_s)
-        except queue.Empty:
-            return _do_nothing
-
     def _take_commands(self) -> None:
-        while not self._commands.empty():
-            self._commands.get()()
+        for command in self._commands.take():
+            command()
 
 
 def _do_nothing() -> None:

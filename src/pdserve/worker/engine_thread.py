@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import queue
 import threading
 import time
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from typing import Protocol, TypeVar
 from pdserve.engine.engine import Engine, StepOutput
 from pdserve.engine.sequence import Sequence
 from pdserve.log import get_logger
+from pdserve.mailbox import Mailbox
 
 T = TypeVar("T")
 Command = Callable[[], object]
@@ -72,7 +72,7 @@ class EngineThread:
         self._before_step = before_step
         self._clock = clock
         self._listener: EngineListener | None = None
-        self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
+        self._commands: Mailbox[Command | None] = Mailbox()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._step_began_s: float | None = None
@@ -147,23 +147,20 @@ class EngineThread:
 
     def _admit_commands(self) -> bool:
         """Run all queued commands; with nothing to do, wait for one. False: stop."""
-        is_idle = not self._engine.has_work
-        try:
-            command = self._commands.get(block=is_idle)
-            while True:
-                if command is None:
-                    return False
-                self._guarded(command)
-                command = self._commands.get_nowait()
-        except queue.Empty:
-            return True
+        if not self._engine.has_work:
+            self._commands.wait()
+        for command in self._commands.take():
+            if command is None:
+                return False
+            self._guarded(command)
+        return True
 
     def _rests(self) -> bool:
         """Leave the cores to others until the next step is due, or a command arrives; False: it is due."""
         left_s = self._last_began_s + self._interval_s() - self._clock()
         if left_s <= 0:
             return False
-        self._wait_for_command(left_s)
+        self._commands.wait(left_s)
         return True
 
     def _step(self) -> StepOutput | None:
@@ -179,7 +176,7 @@ class EngineThread:
         finally:
             self._step_began_s = None
         if output.is_empty:
-            self._wait_for_command(_STALLED_WAIT_S)
+            self._commands.wait(_STALLED_WAIT_S)
             return None
         return output
 
@@ -189,16 +186,6 @@ class EngineThread:
         for sequence in sequences:
             self._engine.abort(sequence)
         return StepFailure(type(error).__name__, sequences)
-
-    def _wait_for_command(self, timeout_s: float) -> None:
-        try:
-            command = self._commands.get(timeout=timeout_s)
-        except queue.Empty:
-            return
-        if command is None:
-            self._commands.put(None)
-        else:
-            self._guarded(command)
 
     def _guarded(self, command: Command) -> None:
         try:
