@@ -293,12 +293,12 @@ class Bus:
         is_first, num_reconnects = self._server.run_id is None, self._server.num_reconnects
         is_new_server = self._server.answered(run_id, now_s)
         self._answered.set()
-        if is_first or is_new_server:
-            await self._warn_if_it_evicts()
         if self._server.num_reconnects != num_reconnects:
             _log.warning("the bus is back%s", ", another server or restarted" if is_new_server else "")
         if is_new_server:
             call_all(self._new_server_callbacks)
+        if is_first or is_new_server:
+            await self._warn_if_it_evicts()  # last: callbacks must not wait for one more answer
 
     async def _warn_if_it_evicts(self) -> None:
         # INFO and not CONFIG GET, which managed servers forbid.
