@@ -307,10 +307,10 @@ def test_a_long_request_lets_other_things_be_looked_at_every_few_milliseconds(sc
 
 def test_a_request_that_ends_by_what_another_one_finds_out_ends_once(scene):
     scene.transport.is_good_slow = True
-    scene.begin(1, GOOD, list(range(8)), within_s=5)
-    scene.begin(2, GOOD, list(range(10, 14)), within_s=5)
-    scene.advance(0)
-    failed = [PullResult(h, PullState.FAILED, "copy") for h in scene.transport.reads]
+    scene.begin(1, GOOD, list(range(12)), within_s=60)
+    scene.begin(2, DEAF, [50], within_s=5)
+    scene.advance(0, num_rounds=1)
+    failed = [PullResult(h, PullState.FAILED, "copy") for h, (p, _) in scene.transport.reads.items() if p[0] == DEAF]
     scene.transport.poll = lambda: [failed.pop()] if failed else []
-    scene.advance(10)
-    assert sorted(outcome.ticket for outcome in scene.ends) == [1, 2]
+    scene.advance(10, num_rounds=1)
+    assert [(outcome.ticket, outcome.reason) for outcome in scene.ends] == [(2, "copy")]
