@@ -23,6 +23,9 @@ class Ledger(RuleBasedStateMachine):
         super().__init__()
         self.evicted: list[int] = []
         self.pool = BlockPool(NUM_BLOCKS, self.evicted.append)
+        self.told_ever_used = [0]
+        self.pool.on_first_use = self.told_ever_used.append
+        self.ever_used: set[int] = set()
         self.held: dict[Holder, list[int]] = {}
         self.cached: set[int] = set()
         self.number = 0
@@ -50,6 +53,7 @@ class Ledger(RuleBasedStateMachine):
         assert not any(set(taken) & set(blocks) for blocks in self.held.values()), "a held block was handed out"
         assert not set(taken) & self.cached, "a block was handed out without its eviction being told"
         self.held[holder] = taken
+        self.ever_used |= set(taken)
         return holder
 
     @rule(holder=holders)
@@ -106,6 +110,12 @@ class Ledger(RuleBasedStateMachine):
         self.pool.drop_cached()
         self.evicted.clear()
         self.cached.clear()
+
+    @invariant()
+    def blocks_are_used_for_the_first_time_in_ascending_order(self):
+        assert self.ever_used == set(range(self.pool.num_ever_used))
+        assert self.told_ever_used == sorted(set(self.told_ever_used))
+        assert self.told_ever_used[-1] == self.pool.num_ever_used
 
     @invariant()
     def adds_up(self):

@@ -7,7 +7,8 @@ prefix cache still finds it by its hash, else *free*. A block's state is the hig
     quarantined > receiving > leased > owned > cached > free
 
 Free and cached blocks are handed out in least-recently-used order (free ones first), so that evicting the
-prefix cache needs no pass of its own. The pool is touched by one thread only and never sees a tensor.
+prefix cache needs no pass of its own; blocks never used before come first of all, in ascending order. The pool
+is touched by one thread only and never sees a tensor.
 """
 
 from __future__ import annotations
@@ -68,6 +69,10 @@ class BlockPool:
     def __init__(self, num_blocks: int, on_evict: Callable[[int], None] = lambda block_id: None) -> None:
         assert num_blocks > 0, num_blocks
         self.num_blocks = num_blocks
+        self.num_ever_used = 0
+        """Blocks [0, num_ever_used) have been handed out before, the others never."""
+        self.on_first_use: Callable[[int], None] = lambda num_ever_used: None
+        """Called when that number has grown."""
         self._on_evict = on_evict
         self._ref_counts = [0] * num_blocks
         self._holders: dict[Holder, list[int]] = {}
@@ -102,6 +107,7 @@ class BlockPool:
             raise NoCapacityError(f"{num_blocks} KV blocks wanted, {self.num_available} of {self.num_blocks} available")
         block_ids = [self._pop_available() for _ in range(num_blocks)]
         self._list(holder, block_ids)
+        self._note_first_use(block_ids)
         return block_ids
 
     def share(self, holder: Holder, block_ids: Iterable[int]) -> None:
@@ -211,6 +217,12 @@ class BlockPool:
         self._hashed.discard(block_id)
         self._on_evict(block_id)
         return block_id
+
+    def _note_first_use(self, block_ids: list[int]) -> None:
+        num_ever_used = max(block_ids, default=-1) + 1
+        if num_ever_used > self.num_ever_used:
+            self.num_ever_used = num_ever_used
+            self.on_first_use(num_ever_used)
 
     def _list(self, holder: Holder, block_ids: list[int]) -> None:
         if not block_ids:

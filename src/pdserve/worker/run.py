@@ -39,6 +39,7 @@ from pdserve.worker.http import WorkerProbes, worker_app
 from pdserve.worker.identity import Identity
 from pdserve.worker.inbox import Inbox
 from pdserve.worker.load import LoadedModel, load_model, say_stage
+from pdserve.worker.pages_ahead import PagesAhead
 from pdserve.worker.policy import Policy
 from pdserve.worker.stages import StartStages, process_age_s
 from pdserve.worker.transports import TransportOptions, WorkerTransports
@@ -47,6 +48,7 @@ from pdserve.worker.watch import WorkerWatch
 logger = get_logger(__name__)
 
 _STOP_ENGINE_S = 5.0
+_STOP_PAGES_S = 1.0
 _MAX_HEARTBEATS_KEPT = 3
 """Tokens of finished sequences can be asked for again for this many heartbeats."""
 
@@ -116,6 +118,7 @@ class _Worker:
         parts.transports.open(*identity.peer)
         self._stages.done("transport")
         policy = make_policy(parts)
+        pages = self._keep_pages_ahead()
         parts.engine_thread.start(asyncio.get_running_loop(), policy)
         own_socket = _listen(settings.host, settings.metrics_port)
         url = url_of(own_socket, settings.advertise_host)
@@ -130,11 +133,19 @@ class _Worker:
         finally:
             await parts.transports.close()
             parts.engine_thread.stop(_STOP_ENGINE_S)
+            pages.stop(_STOP_PAGES_S)
             await bus.close()
             server.stop()
             for task in background:
                 task.cancel()
             await asyncio.gather(*background, return_exceptions=True)
+
+    def _keep_pages_ahead(self) -> PagesAhead:
+        kv_cache, pool = self._model.engine.kv_cache, self._model.engine.block_pool
+        pages = PagesAhead(kv_cache)
+        pool.on_first_use = lambda num_ever_used: pages.reach(num_ever_used * kv_cache[0].nbytes)
+        pages.start(pool.num_ever_used * kv_cache[0].nbytes)
+        return pages
 
     def _make_parts(self, bus: Bus) -> WorkerParts:
         settings, engine = self._settings, self._model.engine
