@@ -10,11 +10,12 @@ from typing import Any
 import httpx
 import pytest
 
+from pdserve.kernels import cpu_ops
 from pdserve.local.service import PrivateService
 
 SERVICE: dict[str, Any] = {
     "num": {"prefill": 2, "decode": 2},
-    "settings": {"DETERMINISTIC": True, "NUM_BLOCKS": 512},
+    "settings": {"DETERMINISTIC": cpu_ops.why_unavailable() is None, "NUM_BLOCKS": 512},
     "faults": {},
 }
 PROMPT = list(range(30, 130))

@@ -15,6 +15,8 @@ import pytest
 from pdserve.kernels import cpu_ops
 
 REPOSITORY = Path(__file__).parents[2]
+_ENV = {name: value for name, value in os.environ.items() if name not in ("CC", "CXX")}
+"""With the compiler that Python was built with, or none."""
 needs_kernels = pytest.mark.skipif(cpu_ops.why_unavailable() is not None, reason=str(cpu_ops.why_unavailable()))
 
 
@@ -83,7 +85,7 @@ def test_a_build_succeeds_with_and_without_a_compiler(tmp_path, compiler):
     shutil.copytree(REPOSITORY / "kernels", tree / "kernels", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     shutil.copy(REPOSITORY / "setup.py", tree)
     script = "import setup" if compiler == "absent" else _ONE_SMALL_SOURCE
-    env = {**os.environ, "CC": "no-such-compiler", "CXX": "no-such-compiler"} if compiler == "absent" else os.environ
+    env = {**_ENV, "CC": "no-such-compiler", "CXX": "no-such-compiler"} if compiler == "absent" else _ENV
     result = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", script, "build_ext", "--build-lib", str(tmp_path / "lib")],
         cwd=tree,
@@ -109,6 +111,7 @@ def test_a_compiler_without_bf16_products_builds_the_rest(tmp_path, knows_bf16):
     result = subprocess.run(
         [sys.executable, "-W", "ignore", "setup.py", "build_ext", "--build-lib", str(tmp_path / "lib")],
         cwd=tree,
+        env=_ENV,
         capture_output=True,
         text=True,
         check=False,

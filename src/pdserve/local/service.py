@@ -33,6 +33,9 @@ _POLL_S = 0.05
 _LAST_LINES = 40
 _STOP_TIMEOUT_S = 15.0
 _HELD_STATES = ("owned", "leased", "receiving", "quarantined")
+_OF_THE_MACHINE = frozenset({"PDS_HOME", "PDS_CPU_KERNELS", "PDS_CPU_ISA"})
+"""Variables of the caller that say how this machine computes. Others are settings of a service, and this one has its
+own."""
 
 
 @dataclass
@@ -247,8 +250,7 @@ class PrivateService:
         return ServiceProcess(role, index, f"http://{_HOST}:{metrics_port}", env, log_file)
 
     def _spawn(self, process: ServiceProcess) -> None:
-        # Settings of the caller's environment would make the service another one than asked for.
-        inherited = {k: v for k, v in os.environ.items() if not k.startswith("PDS_") or k == "PDS_HOME"}
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith("PDS_") or k in _OF_THE_MACHINE}
         env = inherited | {"PYTHONUNBUFFERED": "1", "OMP_WAIT_POLICY": "PASSIVE"} | process.env
         shim = [sys.executable, "-m", "pdserve.local.launch", str(os.getpid()), "0"]
         with process.log_file.open("ab") as log:
