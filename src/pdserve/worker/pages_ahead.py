@@ -1,10 +1,10 @@
 """Gets the pages of a CPU's KV cache from the system before any block in them is used.
 
 An anonymous mapping has no memory until somebody writes to it. That first write costs a fault, and the zeroing of a
-page or of a huge page: for the 92 MB of a 2,000-token prompt 4 ms with huge pages, 15 ms without, and 105 ms in a
-virtual machine whose host must find the memory first. A READ would pay for it in the hand-off gap, a prompt chunk in
-TTFT. So a thread of its own stays some way ahead of the highest block used so far. Not everything at once: who tries
-pdserve on a laptop keeps the memory that no request needs.
+page or of a huge page: for the 92 MB of a 2,000-token prompt 5 ms with huge pages, 35 ms without, and 100 to 200 ms
+in a virtual machine whose host must find the memory first. A READ would pay for it in the hand-off gap, a prompt
+chunk in TTFT. So a thread of its own stays some way ahead of the highest block used so far. Not everything at once:
+who tries pdserve on a laptop keeps the memory that no request needs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pdserve.mailbox import Mailbox
 logger = get_logger(__name__)
 
 AHEAD_BYTES = 256 << 20
-"""Blocks of a burst: several 2,000-token prompts of a small model. More follows while these are computed."""
+"""Blocks of a burst: nearly three 2,000-token prompts of the demo model. More follows while these are computed."""
 _SLICE_BYTES = 4 << 20
 """Got in one call: whoever needs the process's memory map for himself waits no longer than for this."""
 _POPULATE_WRITE = 23

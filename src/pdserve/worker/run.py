@@ -141,10 +141,11 @@ class _Worker:
             await asyncio.gather(*background, return_exceptions=True)
 
     def _keep_pages_ahead(self) -> PagesAhead:
-        kv_cache, pool = self._model.engine.kv_cache, self._model.engine.block_pool
-        pages = PagesAhead(kv_cache)
-        pool.on_first_use = lambda num_ever_used: pages.reach(num_ever_used * kv_cache[0].nbytes)
-        pages.start(pool.num_ever_used * kv_cache[0].nbytes)
+        engine = self._model.engine
+        pool, block_bytes = engine.block_pool, engine.executor.kv_spec.block_bytes
+        pages = PagesAhead(engine.kv_cache)
+        pool.on_first_use = lambda num_ever_used: pages.reach(num_ever_used * block_bytes)
+        pages.start(pool.num_ever_used * block_bytes)
         return pages
 
     def _make_parts(self, bus: Bus) -> WorkerParts:
