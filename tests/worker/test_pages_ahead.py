@@ -6,6 +6,7 @@ import mmap
 import resource
 import sys
 import threading
+import time
 
 import pytest
 import torch
@@ -51,7 +52,25 @@ def test_memory_is_backed_as_far_ahead_as_asked_and_no_further():
     pages.reach(2 * MIB)  # a late word: nothing is taken back, and nothing done twice
     pages.stop(10)
     assert backed.num_bytes == 28 * MIB
-    assert [address for address, _ in backed.slices] == [memory.data_ptr() + 4 * MIB * i for i in range(7)]
+    assert [address for address, _ in backed.slices] == [memory.data_ptr() + 2 * MIB * i for i in range(14)]
+
+
+def test_once_blocks_are_used_it_rests_between_slices_so_that_steps_go_first():
+    memory = map_memory(64 * MIB)
+    backed, times = Backed(), []
+
+    def populate(address: int, num_bytes: int) -> bool:
+        times.append(time.perf_counter())
+        time.sleep(0.002)
+        return backed(address, num_bytes)
+
+    pages = PagesAhead(memory, 8 * MIB, populate)
+    pages.start(0)
+    backed.wait_for(8 * MIB)
+    pages.reach(8 * MIB)
+    backed.wait_for(16 * MIB)
+    pages.stop(10)
+    assert times[7] - times[4] > 3 * 10 * 0.002, "ten times as long as each slice took"
 
 
 @pytest.mark.parametrize("offset", [0, 64])

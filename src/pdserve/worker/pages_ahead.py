@@ -15,6 +15,7 @@ import mmap
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable
 
 from torch import Tensor
@@ -26,8 +27,11 @@ logger = get_logger(__name__)
 
 AHEAD_BYTES = 256 << 20
 """Blocks of a burst: nearly three 2,000-token prompts of the demo model. More follows while these are computed."""
-_SLICE_BYTES = 4 << 20
-"""Got in one call: whoever needs the process's memory map for himself waits no longer than for this."""
+_SLICE_BYTES = 2 << 20
+"""Got in one call: a huge page."""
+_REST_RATIO = 10.0
+"""Times as long as the last slice took: the kernel clears a huge page without giving way, so that one slice after the
+other would hold up a decode step at each of its barriers."""
 _POPULATE_WRITE = 23
 """MADV_POPULATE_WRITE, Linux 5.14: as if every page were written to, and nothing changes."""
 
@@ -75,6 +79,7 @@ class PagesAhead:
         first = -(-self._memory.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
         last = (self._memory.data_ptr() + self._memory.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
         wanted = next_address = first
+        rest_ratio = 0.0  # at first, before anybody waits for a step
         while next_address < last:
             if next_address >= wanted:
                 self._news.wait()
@@ -84,9 +89,13 @@ class PagesAhead:
                 wanted = max(wanted, min(last, self._memory.data_ptr() + used_bytes + self._ahead_bytes))
             if next_address < wanted:
                 num_bytes = min(_SLICE_BYTES, last - next_address)
+                began_s = time.perf_counter()
                 if not self._populate(next_address, num_bytes):
                     return
                 next_address += num_bytes
+                time.sleep(rest_ratio * (time.perf_counter() - began_s))
+                if next_address >= wanted:
+                    rest_ratio = _REST_RATIO
 
 
 def populate_pages(address: int, num_bytes: int) -> bool:
