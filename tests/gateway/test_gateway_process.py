@@ -143,9 +143,10 @@ async def test_a_gateway_serves_through_the_bus_and_drains(redis_url: str, tiny_
         await view.poll()
         (registration,) = view.gateways.values()
         assert registration.url == process.url
-        metrics = (await client.get(registration.metrics_url)).text
-        assert 'pd_requests_total{code="200",finish_reason="length",model="tiny"} 1.0' in metrics
-        assert 'pd_ttft_stage_seconds_count{stage="frontend"} 1.0' in metrics
+        # A request is counted once its last byte is on its way: the client may be here first.
+        counted = 'pd_requests_total{code="200",finish_reason="length",model="tiny"} 1.0'
+        await until(lambda: _shows(client, registration.metrics_url, counted))
+        assert await _shows(client, registration.metrics_url, 'pd_ttft_stage_seconds_count{stage="frontend"} 1.0')
 
         worker.gate.clear()
         old = asyncio.create_task(client.post(f"{process.url}/v1/chat/completions", json=BODY))
@@ -160,6 +161,10 @@ async def test_a_gateway_serves_through_the_bus_and_drains(redis_url: str, tiny_
         fresh = RegistryView(worker.bus, 0.2)
         await fresh.poll()
         assert fresh.gateways == {}
+
+
+async def _shows(client: httpx.AsyncClient, metrics_url: str, sample: str) -> bool:
+    return sample in (await client.get(metrics_url)).text
 
 
 async def _true(value: bool) -> bool:
