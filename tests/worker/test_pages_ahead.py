@@ -17,6 +17,12 @@ from pdserve.worker.pages_ahead import PagesAhead, populate_pages
 MIB = 1 << 20
 
 
+class OnGpu:
+    """All that is asked of such a tensor."""
+
+    is_cuda = True
+
+
 class Backed:
     """Stands for the system: notes what it was asked for."""
 
@@ -55,6 +61,15 @@ def test_memory_is_backed_as_far_ahead_as_asked_and_no_further():
     assert [address for address, _ in backed.slices] == [memory.data_ptr() + 2 * MIB * i for i in range(14)]
 
 
+def test_of_a_gpu_nothing_is_backed_and_nothing_is_kept():
+    backed = Backed()
+    pages = PagesAhead(OnGpu(), 8 * MIB, backed)
+    pages.start(0)
+    pages.reach(MIB)
+    pages.stop(10)
+    assert backed.slices == list(pages._news.take()) == []
+
+
 def test_once_blocks_are_used_it_rests_between_slices_so_that_steps_go_first():
     memory = map_memory(64 * MIB)
     backed, times = Backed(), []
@@ -85,6 +100,7 @@ def test_it_ends_with_the_memory_in_whole_pages_of_it(offset):
     assert memory.data_ptr() <= first < memory.data_ptr() + mmap.PAGESIZE
     assert last + num_bytes == memory.data_ptr() + memory.nbytes
     pages.reach(MIB)  # whoever uses blocks does not know, and need not
+    assert list(pages._news.take()) == [], "nobody would ever take it"
     pages.stop(10)
 
 

@@ -59,23 +59,24 @@ class PagesAhead:
 
     def start(self, used_bytes: int) -> None:
         """Get those ahead of what is in use already. A GPU's memory is there from the beginning: nothing is done."""
-        self.reach(used_bytes)
-        self._thread.start()
+        if not self._memory.is_cuda:
+            self._thread.start()
+            self.reach(used_bytes)
 
     def reach(self, used_bytes: int) -> None:
-        """So much of the memory is in use now; any thread, never waits."""
-        self._news.put(used_bytes)
+        """So much of the memory is in use now; any thread, never waits. Nothing once all of it is backed."""
+        if self._thread.is_alive():
+            self._news.put(used_bytes)
 
     def stop(self, timeout_s: float) -> None:
         """End after the current slice."""
-        self._news.put(None)
-        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            self._news.put(None)
+            self._thread.join(timeout_s)
 
     # --- in the thread
 
     def _run(self) -> None:
-        if self._memory.is_cuda:
-            return
         first = -(-self._memory.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
         last = (self._memory.data_ptr() + self._memory.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
         wanted = next_address = first
