@@ -30,8 +30,8 @@ AHEAD_BYTES = 256 << 20
 _SLICE_BYTES = 2 << 20
 """Got in one call: a huge page."""
 _REST_RATIO = 10.0
-"""Times as long as the last slice took: the kernel clears a huge page without giving way, so that one slice after the
-other would hold up a decode step at each of its barriers."""
+"""Times as long as the last slice took: one slice after the other held up decode steps, whatever this thread's priority
+(docs/benchmarks.md)."""
 _POPULATE_WRITE = 23
 """MADV_POPULATE_WRITE, Linux 5.14: as if every page were written to, and nothing changes."""
 
