@@ -1,6 +1,6 @@
 """How fast KV blocks travel, and what a client notices of it.
 
-First the transfer thread of a decode worker reads the blocks of prompts out of another process, with and without
+First the transfer threads of a decode worker read the blocks of prompts out of another process, with and without
 verifying digests, beside one plain NIXL READ and one memcpy of the same bytes; all ways take turns. Then a whole
 service answers 2,000-token prompts: the gap between token 0 and token 1, in decode steps.
 """
@@ -35,7 +35,7 @@ from pdserve.transfer.base import Transport
 from pdserve.transfer.descriptor import decode_descriptor
 from pdserve.transfer.nixl import NixlTransport
 from pdserve.transfer.nixl_agent import NixlAgent
-from pdserve.transfer.pull import MAX_READ_BYTES, PullOutcome, PullRequest
+from pdserve.transfer.pull import PullOutcome, PullRequest
 from pdserve.transfer.puller import Puller
 from pdserve.transfer.tcp import TcpTransport
 
@@ -52,7 +52,7 @@ _MANY = 3
 class Reader:
     """Reads the same blocks in every way; a context manager that owns the other process."""
 
-    def __init__(self, num_blocks: int, block_bytes: int, max_read_bytes: int = MAX_READ_BYTES) -> None:
+    def __init__(self, num_blocks: int, block_bytes: int, max_read_bytes: int | None = None) -> None:
         command = [sys.executable, "-m", "benchmarks.hand_off_source", str(num_blocks), str(block_bytes)]
         self._source = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self._source.stdout is not None
@@ -124,7 +124,7 @@ class Reader:
         return end_s - start_s
 
 
-def measure_transfers(sizes: list[int], block_bytes: int, num_rounds: int, max_read_bytes: int) -> list[Row]:
+def measure_transfers(sizes: list[int], block_bytes: int, num_rounds: int, max_read_bytes: int | None) -> list[Row]:
     """Rates of every way, in turns of random order, and ours as a share of raw NIXL in the same round.
 
     Args:
@@ -215,7 +215,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     commands.add_argument("--only", choices=("transfer", "gap"), help="one half of it")
     commands.add_argument("--blocks", default="13,32,125", help="blocks read at once (default: 13,32,125)")
     commands.add_argument("--block-bytes", type=int, default=BLOCK_BYTES)
-    commands.add_argument("--max-read-bytes", type=int, default=MAX_READ_BYTES, help=f"default: {MAX_READ_BYTES}")
+    commands.add_argument("--max-read-bytes", type=int, help="of one READ (default: a worker's)")
     commands.add_argument("--rounds", type=int, default=27)
     commands.add_argument("--model", default="demo")
     commands.add_argument("--prompt-tokens", type=int, default=2000)

@@ -102,14 +102,11 @@ def load_library() -> ctypes.CDLL:
     library.pds_pack.restype = None
     library.pds_block_sums.argtypes = (_address, _i64, _address, _i64, _address, _address, _address)
     library.pds_block_sums.restype = None
-    library.pds_verifier_create.argtypes = (_address, _i64, _i64, _address, _address)
-    library.pds_verifier_create.restype = _address
-    library.pds_verifier_destroy.argtypes, library.pds_verifier_destroy.restype = (_address,), None
-    library.pds_verifier_expect.argtypes, library.pds_verifier_expect.restype = (_address,), None
-    library.pds_verifier_begin.argtypes = (_address, _i64, _address, ctypes.c_char_p, _i64, _i32)
-    library.pds_verifier_begin.restype = _i32
-    library.pds_verifier_help.argtypes, library.pds_verifier_help.restype = (_address, _i64), _i32
-    library.pds_verifier_take.argtypes, library.pds_verifier_take.restype = (_address, _address, _i64), _i64
+    library.pds_num_wrong_blocks.argtypes = (
+        *(_address, _i64, _i64, _address, _i64),
+        *(ctypes.c_char_p, _address, _address),
+    )
+    library.pds_num_wrong_blocks.restype = _i64
     library.pds_read_gb_per_s.argtypes = (_address, _address, _i64)
     library.pds_read_gb_per_s.restype = ctypes.c_double
     library.pds_fma_gflops.argtypes, library.pds_fma_gflops.restype = (_address, _i32, _i64), ctypes.c_double

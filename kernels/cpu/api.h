@@ -92,23 +92,10 @@ PDS_API void pds_pack(const void* source, int32_t source_type, int64_t rows, int
 PDS_API void pds_block_sums(const void* pool, int64_t block_bytes, const int64_t* block_ids, int64_t num_ids,
                             const uint64_t* w, const uint64_t* v, uint64_t* sums);
 
-// Compares blocks of a pool with their digests in a thread of its own (verify.cpp). One thread calls all but expect.
-struct PdsVerifier;
-struct PdsVerdict { int64_t job, num_wrong; };
-// The pool and the weights outlive the verifier. Null: no memory.
-PDS_API PdsVerifier* pds_verifier_create(const void* pool, int64_t num_blocks, int64_t block_bytes, const uint64_t* w,
-                                         const uint64_t* v);
-PDS_API void pds_verifier_destroy(PdsVerifier*);  // after it no block is read
-// Blocks will arrive in a moment: the thread is woken up meanwhile, and stays awake for a short while.
-PDS_API void pds_verifier_expect(PdsVerifier*);
-// block_ids[num_ids], sums[num_ids][2] as announced. Unless it is for the thread, the caller means to help at once.
-// 0, 1: out of memory, or 2: the pool has no such block.
-PDS_API int32_t pds_verifier_begin(PdsVerifier*, int64_t job, const int64_t* block_ids, const uint64_t* sums,
-                                   int64_t num_ids, int32_t is_for_thread);
-// The caller compares blocks, and waits where none are left, until all jobs have their verdict, this long at most.
-// 1: there is a verdict.
-PDS_API int32_t pds_verifier_help(PdsVerifier*, int64_t longest_us);
-PDS_API int64_t pds_verifier_take(PdsVerifier*, PdsVerdict* verdicts, int64_t room);  // how many
+// Blocks whose digest is not the announced one (16 bytes each). -1: the pool has no such block.
+PDS_API int64_t pds_num_wrong_blocks(const void* pool, int64_t num_blocks, int64_t block_bytes,
+                                     const int64_t* block_ids, int64_t num_ids, const void* announced,
+                                     const uint64_t* w, const uint64_t* v);
 
 // Physical limits of this machine, for benchmarks.
 PDS_API double pds_read_gb_per_s(PdsContext*, const float* data, int64_t num_floats);

@@ -189,6 +189,21 @@ void pds_block_sums(const void* pool, int64_t block_bytes, const int64_t* block_
     sum_blocks(*find_copy(nullptr), static_cast<const char*>(pool), block_bytes, block_ids, num_ids, w, v, sums);
 }
 
+int64_t pds_num_wrong_blocks(const void* pool, int64_t num_blocks, int64_t block_bytes, const int64_t* block_ids,
+                             int64_t num_ids, const void* announced, const uint64_t* w, const uint64_t* v) {
+    if (!std::all_of(block_ids, block_ids + num_ids, [=](int64_t id) { return id >= 0 && id < num_blocks; })) return -1;
+    const Copy& copy = *find_copy(nullptr);
+    int64_t num_wrong = 0;
+    for (int64_t first = 0; first < num_ids; first += kMaxSideBySide) {
+        const int64_t count = std::min<int64_t>(kMaxSideBySide, num_ids - first);
+        uint64_t found[2 * kMaxSideBySide];
+        sum_blocks(copy, static_cast<const char*>(pool), block_bytes, block_ids + first, count, w, v, found);
+        for (int64_t i = 0; i < count; ++i)
+            num_wrong += std::memcmp(found + 2 * i, static_cast<const char*>(announced) + 16 * (first + i), 16) != 0;
+    }
+    return num_wrong;
+}
+
 // The same by one instruction set (avx512 | avx2 | portable), to compare them all: 1 where this machine lacks it.
 PDS_API int32_t pds_block_sums_by(const char* isa, const void* pool, int64_t block_bytes, const int64_t* block_ids,
                                   int64_t num_ids, const uint64_t* w, const uint64_t* v, uint64_t* sums) {

@@ -11,7 +11,7 @@ from benchmarks.peers_protocol import prompt_of
 from transformers import AutoModelForCausalLM
 
 from pdserve.kernels import cpu_ops
-from pdserve.transfer.pull import MAX_READ_BYTES
+from pdserve.transfer.pull import SHARED_READ_BYTES
 
 
 def run(*arguments, home):
@@ -23,7 +23,7 @@ def run(*arguments, home):
 
 
 def test_hand_off_reads_in_every_way_and_compares_with_raw_nixl(tmp_path):
-    arguments = ("--only", "transfer", "--blocks", "3", "--block-bytes", MAX_READ_BYTES // 4, "--rounds", "2")
+    arguments = ("--only", "transfer", "--blocks", "3", "--block-bytes", SHARED_READ_BYTES // 2, "--rounds", "2")
     rows, headline = run("benchmarks.hand_off", *arguments, home=tmp_path)
     assert len([row for row in rows if row["metric"] == "rate"]) == 6
     assert [len(row["runs"]) for row in rows if row["metric"] == "share of raw NIXL"] == [2, 2]

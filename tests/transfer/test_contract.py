@@ -52,6 +52,24 @@ def test_a_read_copies_exactly_the_wanted_blocks_and_touches_no_other(local, pee
     assert_only(local, {10: peer.blocks[3], 0: peer.blocks[7], 63: peer.blocks[12], 1: peer.blocks[47]})
 
 
+def test_another_reader_reads_into_the_same_blocks_and_comes_and_goes_on_its_own(local, peer):
+    reader = local.transport.another_reader()
+    if reader is None:
+        assert local.transport.name == "tcp"
+        return
+    local.transport.connect(peer.descriptor)
+    reader.connect(peer.descriptor)
+    handles = [reader.pull(peer.peer, "", [i], [i], time.monotonic() + 5) for i in (3, 4)]
+    assert local.read(peer, [7], [10]).state is PullState.DONE
+    ended = {result.handle: result.state for result in reader.poll()}
+    assert ended == dict.fromkeys(handles, PullState.DONE)
+    assert_only(local, {3: peer.blocks[3], 4: peer.blocks[4], 10: peer.blocks[7]})
+    reader.recreate()
+    reader.close()
+    assert local.read(peer, [8], [11]).state is PullState.DONE
+    assert local.transport.is_connected(peer.peer)
+
+
 def test_reads_on_their_way_together_do_not_mix(local, peer):
     local.transport.connect(peer.descriptor)
     handles = [local.pull(peer.peer, [i, i + 1, i + 2], [i + 2, i, i + 1]) for i in range(0, 45, 3)]

@@ -1,4 +1,6 @@
 import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from ctypes import c_char_p, c_int64, c_void_p
 
 import numpy as np
@@ -6,7 +8,15 @@ import pytest
 import torch
 
 from pdserve.kernels import cpu_ops
-from pdserve.transfer.digest import DIGEST_BYTES, block_digests, sums_by_kernel, sums_by_numpy, sums_on_device
+from pdserve.transfer.digest import (
+    DIGEST_BYTES,
+    block_digests,
+    sums_by_kernel,
+    sums_by_numpy,
+    sums_on_device,
+    weight_addresses,
+    wrong_block_counter,
+)
 from pdserve.transfer.memory import bytes_view
 
 MASK = (1 << 64) - 1
@@ -114,6 +124,50 @@ def test_kernel_reads_no_block_outside_of_the_pool():
     for wrong in (-1, 3):
         with pytest.raises(AssertionError):
             sums_by_kernel(random_blocks(3, 16), [0, wrong])
+
+
+@pytest.mark.parametrize("kernels", ["on", "off"])
+@pytest.mark.parametrize("block_bytes", [16, 1028, 8 * 1025])
+def test_wrong_blocks_are_counted(block_bytes, kernels, monkeypatch):
+    monkeypatch.setenv("PDS_CPU_KERNELS", kernels)
+    blocks = random_blocks(9, block_bytes)
+    digests = block_digests(blocks, list(range(9)))
+    count = wrong_block_counter(blocks)
+    for num_ids in range(1, 10):
+        ids = random.Random(num_ids).sample(range(9), num_ids)
+        assert count(ids, [digests[i] for i in ids]) == 0
+        for wrong in ids:
+            assert count(ids, [bytes(16) if i == wrong else digests[i] for i in ids]) == 1
+    blocks[4, -1] ^= 1
+    assert count([3, 4, 5], digests[3:6]) == 1
+    assert count([4, 4], [digests[4]] * 2) == 2
+
+
+@pytest.mark.parametrize("kernels", ["on", "off"])
+@pytest.mark.parametrize("outside", [-1, 4, 1 << 40])
+def test_blocks_outside_of_the_pool_are_not_compared(outside, kernels, monkeypatch):
+    monkeypatch.setenv("PDS_CPU_KERNELS", kernels)
+    with pytest.raises(IndexError):
+        wrong_block_counter(random_blocks(4, 64))([0, outside], [bytes(16)] * 2)
+
+
+@pytest.mark.parametrize("digests", [[], [bytes(16)], [bytes(16), bytes(15)]])
+def test_every_block_needs_a_whole_digest(digests):
+    with pytest.raises((AssertionError, ValueError)):
+        wrong_block_counter(random_blocks(4, 64))([0, 1], digests)
+
+
+def test_threads_that_ask_for_weights_first_at_the_same_time_get_the_same_ones():
+    start = threading.Barrier(8)
+
+    def ask(block_bytes):
+        start.wait()
+        return weight_addresses(block_bytes)
+
+    with ThreadPoolExecutor(8) as threads:
+        for number in range(50):
+            block_bytes = 8 * 512 * (3_000 + number)  # nobody has asked for it yet
+            assert len(set(threads.map(ask, [block_bytes] * 8))) == 1
 
 
 def test_without_the_kernels_digests_are_the_same(monkeypatch):

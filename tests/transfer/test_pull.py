@@ -2,35 +2,39 @@
 
 import pytest
 
-from pdserve.transfer.pull import SHORT_TAIL_BYTES, split_into_reads
+from pdserve.transfer.pull import split_into_reads
 
 MIB = 1 << 20
 
 
 @pytest.mark.parametrize("num_blocks", [1, 2, 3, 13, 32, 125, 1000])
 @pytest.mark.parametrize("block_bytes", [4096, 737_280, 3 * MIB, 20 * MIB])
-@pytest.mark.parametrize("is_verified", [False, True])
-def test_reads_cover_every_block_once_in_order_and_are_bounded(num_blocks, block_bytes, is_verified):
-    reads = split_into_reads(num_blocks, block_bytes, 8 * MIB, is_verified=is_verified)
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+def test_reads_cover_every_block_once_in_order_and_are_bounded(num_blocks, block_bytes, num_threads):
+    reads = split_into_reads(num_blocks, block_bytes, 8 * MIB, num_threads=num_threads)
     assert [index for indices in reads for index in indices] == list(range(num_blocks))
     assert all(len(indices) * block_bytes <= 8 * MIB or len(indices) == 1 for indices in reads)
     assert all(reads)
+    assert max(map(len, reads)) - min(map(len, reads)) <= 1
+    assert len(reads) == 1 or len(reads) % num_threads == 0 or len(reads) == num_blocks
 
 
-def sizes(num_blocks, block_bytes, is_verified):
-    return [len(indices) for indices in split_into_reads(num_blocks, block_bytes, 8 * MIB, is_verified=is_verified)]
+def sizes(num_blocks, max_read_bytes, num_threads):
+    reads = split_into_reads(num_blocks, 737_280, max_read_bytes, num_threads=num_threads)
+    return [len(indices) for indices in reads]
 
 
-def test_the_last_reads_become_small_so_that_little_is_left_to_verify():
-    assert sizes(13, 737_280, is_verified=True) == [9, 4]
-    assert sizes(125, 737_280, is_verified=True) == [11] * 10 + [10, 4, 1]
+def test_one_thread_has_as_few_reads_as_possible():
+    assert sizes(13, 8 * MIB, 1) == [6, 7]
+    assert sizes(22, 8 * MIB, 1) == [11, 11]
+    assert len(sizes(125, 8 * MIB, 1)) == 12
 
 
-def test_without_verification_there_are_as_few_reads_as_possible():
-    assert sizes(13, 737_280, is_verified=False) == [11, 2]
-    assert sizes(125, 737_280, is_verified=False) == [11] * 11 + [4]
+def test_threads_that_share_a_request_have_the_same_number_of_reads():
+    assert sizes(13, 4 * MIB, 2) == [3, 3, 3, 4]
+    assert sizes(25, 4 * MIB, 2) == [4, 4, 4, 4, 4, 5]
 
 
-def test_what_is_small_is_one_read():
-    assert sizes(16, SHORT_TAIL_BYTES // 16, is_verified=True) == [16]
-    assert sizes(1, 20 * MIB, is_verified=True) == [1]
+def test_what_is_small_is_one_read_of_one_thread():
+    assert sizes(5, 4 * MIB, 2) == [5]
+    assert sizes(6, 4 * MIB, 2) == [3, 3]

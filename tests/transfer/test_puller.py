@@ -1,6 +1,7 @@
-"""The transfer thread over both backends, with real peers."""
+"""The transfer threads over both backends, with real peers."""
 
 import queue
+import random
 import threading
 import time
 
@@ -12,6 +13,7 @@ from pdserve.errors import TransferError
 from pdserve.faults import Faults
 from pdserve.transfer.base import PeerId
 from pdserve.transfer.digest import block_digests
+from pdserve.transfer.nixl import NixlTransport
 from pdserve.transfer.pull import PullRequest
 from pdserve.transfer.puller import Puller
 
@@ -85,6 +87,97 @@ def test_long_requests_are_split_and_come_as_one(local, peer):
     assert outcome.num_bytes == 48 * BLOCK_BYTES
     assert torch.equal(pulling.local.blocks[:48], peer.blocks.flip(0))
     pulling.puller.close()
+
+
+@pytest.fixture
+def threads_of_reads(monkeypatch):
+    """The names of the threads that posted READs over NIXL."""
+    names, pull = [], NixlTransport.pull
+
+    def record(*arguments):
+        names.append(threading.current_thread().name)
+        return pull(*arguments)
+
+    monkeypatch.setattr(NixlTransport, "pull", record)
+    return names
+
+
+def names_of_threads():
+    return {thread.name for thread in threading.enumerate() if thread.name.startswith("kv-transfer")}
+
+
+def test_two_threads_share_a_request_where_they_copy_themselves(local, peer, backend, threads_of_reads):
+    pulling = Pulling(local, max_read_bytes=2 * BLOCK_BYTES)
+    if backend == "tcp":  # its connections have threads of their own
+        assert names_of_threads() == {"kv-transfer-0"}
+        pulling.puller.close()
+        return
+    until_s = time.monotonic() + 10
+    while set(threads_of_reads) != {"kv-transfer-0", "kv-transfer-1"}:
+        assert time.monotonic() < until_s, threads_of_reads
+        threads_of_reads.clear()
+        local.blocks.fill_(0xAA)
+        outcome = pulling.pull(peer, list(range(47, -1, -1)), list(range(48)))
+        assert (outcome.ok, outcome.num_bytes) == (True, 48 * BLOCK_BYTES)
+        assert torch.equal(local.blocks[:48], peer.blocks.flip(0))
+        assert len(threads_of_reads) == 24
+    pulling.puller.close()
+
+
+def test_small_requests_take_turns_over_the_threads(pulling, peer, backend, threads_of_reads):
+    for _ in range(4):
+        assert pulling.pull(peer, [1, 2], [1, 2]).ok
+    expected = ["kv-transfer-0", "kv-transfer-1"] * 2
+    assert sorted(threads_of_reads) == (sorted(expected) if backend == "nixl" else [])
+
+
+def test_one_thread_is_enough_where_a_second_reader_does_not_start(local, peer, monkeypatch, caplog):
+    def refuse():
+        raise TransferError("lookup", "no more file descriptors")
+
+    monkeypatch.setattr(local.transport, "another_reader", refuse)
+    pulling = Pulling(local, max_read_bytes=2 * BLOCK_BYTES)
+    assert "reads with one thread less" in caplog.text
+    assert pulling.pull(peer, list(range(20)), list(range(20))).ok
+    pulling.puller.close()
+
+
+@pytest.mark.parametrize("wrong", [0, 11, 23])
+def test_a_wrong_block_in_any_part_fails_the_request_once(local, peer, wrong):
+    pulling = Pulling(local, max_read_bytes=2 * BLOCK_BYTES)
+    ids = list(range(24))
+    digests = block_digests(peer.blocks, ids)
+    digests[wrong] = bytes(16)
+    outcome = pulling.pull(peer, ids, ids, digests=digests)
+    assert (outcome.ok, outcome.reason, outcome.is_terminal) == (False, "verify", True)
+    assert "1 of 2 blocks differ" in outcome.detail
+    assert pulling.puller.failed_peers()[peer.peer].num_failures == 1
+    assert pulling.pull(peer, ids, ids).ok
+    pulling.puller.close()
+    assert pulling.ends.empty()
+
+
+def test_every_request_of_a_storm_ends_once_and_is_right_where_it_says_so(local, peer):
+    pulling = Pulling(local, max_read_bytes=BLOCK_BYTES)
+    chooser, tickets = random.Random(0), {}
+    for number in range(150):
+        if number % 10 == 0:
+            stage = chooser.choice(["post", "copy", "verify", "notify"])
+            pulling.faults.put({"fail": {"stage": stage, "times": 2}, "corrupt_block": {"times": 1}})
+        remote_ids = chooser.sample(range(48), 6)
+        local_ids = list(range(6 * (number % 10), 6 * (number % 10) + 6))
+        tickets[pulling.submit(peer, remote_ids, local_ids)] = (remote_ids, local_ids)
+        if chooser.random() < 0.3:
+            pulling.puller.abort(chooser.choice(list(tickets)))
+        if number % 10 == 9:  # before its blocks are used again
+            for outcome in [pulling.end() for _ in range(10)]:
+                remote_ids, local_ids = tickets.pop(outcome.ticket)
+                assert outcome.is_terminal
+                assert outcome.reason in {"", "aborted", "post", "copy", "verify", "notify"}
+                assert not outcome.ok or torch.equal(local.blocks[local_ids], peer.blocks[remote_ids])
+            assert tickets == {}
+    pulling.puller.close()
+    assert pulling.ends.empty()
 
 
 def test_many_requests_at_once_each_end_once(pulling, peer):
@@ -310,7 +403,7 @@ def test_closing_is_a_fence_for_reads_from_a_frozen_peer(local, spawn_peer):
 def test_a_puller_that_never_started_closes_its_transports(local):
     puller = Puller({local.transport.name: local.transport}, local.blocks)
     puller.close()
-    assert "kv-transfer" not in {thread.name for thread in threading.enumerate()}
+    assert names_of_threads() == set()
 
 
 def test_a_thread_without_work_sleeps(pulling, peer):

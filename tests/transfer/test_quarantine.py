@@ -1,5 +1,8 @@
 """When a READ that was given up does not end: blocks stay quarantined, until the agent is recreated."""
 
+import queue
+import time
+
 import pytest
 import torch
 
@@ -7,8 +10,9 @@ from pdserve.errors import TransferError
 from pdserve.transfer.base import Descriptor, PeerId, PullResult, PullState
 from pdserve.transfer.descriptor import seal
 from pdserve.transfer.peer_failures import PeerFailures
-from pdserve.transfer.pull import PullRequest
+from pdserve.transfer.pull import PullRequest, split_into_reads
 from pdserve.transfer.pull_rounds import PullRounds
+from pdserve.transfer.puller import Puller
 
 BLOCK_BYTES = 1024
 DEAF = "deaf"
@@ -67,6 +71,10 @@ class StubbornTransport:
     def disconnect(self, peer):
         self.connected.discard(peer)
 
+    def another_reader(self):
+        self.other = StubbornTransport()
+        return self.other
+
     def recreate(self):
         self.reads.clear()
         self.connected.clear()
@@ -86,20 +94,16 @@ class Scene:
     def __init__(self, max_quarantined_ratio=0.1):
         self.now_s = 100.0
         self.transport = StubbornTransport()
-        self.failures = PeerFailures(10.0, self.clock)
         self.descriptors = []
         self.rounds = PullRounds(
             {"stubborn": self.transport},
             torch.zeros((100, BLOCK_BYTES), dtype=torch.uint8),
-            self.failures,
             faults=None,
             quarantine_s=20.0,
             max_quarantined_ratio=max_quarantined_ratio,
-            max_read_bytes=4 * BLOCK_BYTES,
             max_reads_per_peer=2,
             drain_s=2.0,
             on_descriptor=self.descriptors.append,
-            on_verdict=lambda: None,
             clock=self.clock,
         )
         self.ends, self.terminals = [], []
@@ -118,7 +122,9 @@ class Scene:
             self.ends.append,
             self.terminals.append,
         )
-        self.rounds.begin(ticket, request)
+        reads = split_into_reads(len(local_ids), BLOCK_BYTES, 4 * BLOCK_BYTES)
+        self.rounds.begin(ticket, request, reads, request.on_end, request.on_terminal)
+        return reads
 
     def advance(self, seconds, num_rounds=3):
         self.now_s += seconds
@@ -314,3 +320,52 @@ def test_a_request_that_ends_by_what_another_one_finds_out_ends_once(scene):
     scene.transport.poll = lambda: [failed.pop()] if failed else []
     scene.advance(10, num_rounds=1)
     assert [(outcome.ticket, outcome.reason) for outcome in scene.ends] == [(2, "copy")]
+
+
+def test_a_part_ends_when_another_thread_took_the_last_reads(scene):
+    scene.transport.start_connect = lambda peer_descriptor: None  # not connected: it has READ nothing so far
+    reads = scene.begin(1, GOOD, list(range(12)))
+    scene.advance(0)
+    assert scene.ends == []
+    reads.clear()
+    scene.advance(0, num_rounds=1)
+    assert [(outcome.ok, outcome.num_bytes) for outcome in scene.ends] == [(True, 0)]
+
+
+def test_a_part_that_fails_leaves_nothing_to_read_for_others(scene):
+    scene.transport.is_good_slow = True
+    reads = scene.begin(1, GOOD, list(range(40)))
+    scene.advance(0)
+    assert len(reads) == 8
+    scene.rounds.abort(1)
+    assert not reads
+
+
+@pytest.mark.parametrize("is_overdue_by", ["age", "number"])
+def test_both_threads_quarantine_their_reads_and_only_the_first_agent_is_announced(is_overdue_by):
+    transport, descriptors = StubbornTransport(), []
+    ends, terminals = queue.Queue(), queue.Queue()
+    puller = Puller(
+        {"stubborn": transport},
+        torch.zeros((100, BLOCK_BYTES), dtype=torch.uint8),
+        quarantine_s=0.2 if is_overdue_by == "age" else 60,
+        max_quarantined_ratio=0.1 if is_overdue_by == "age" else 0.02,
+        max_read_bytes=BLOCK_BYTES,
+        on_descriptor=descriptors.append,
+    )
+    puller.start()
+    ids, until_s = list(range(20)), time.monotonic() + 60
+    ticket = puller.submit(PullRequest(descriptor(DEAF), "n", ids, ids, [], until_s, ends.put, terminals.put))
+    while len(transport.reads) + len(transport.other.reads) < 4:  # two of each thread
+        assert time.monotonic() < until_s
+        time.sleep(0.001)
+    posted = [ids for _, ids in transport.log + transport.other.log]
+    assert sorted(posted) == [[0], [1], [2], [3]]
+    puller.abort(ticket)
+    outcome = ends.get(timeout=5)
+    assert (outcome.reason, outcome.is_terminal) == ("aborted", False)
+    assert terminals.get(timeout=5) == outcome
+    assert (puller.num_recreated, puller.num_quarantined_blocks) == (2, 0)
+    assert [announced.worker_id for announced in descriptors] == ["new-1"]
+    puller.close()
+    assert (ends.qsize(), terminals.qsize()) == (0, 0)

@@ -90,6 +90,16 @@ class Transport(Protocol):
         """Make a block pool `[num_blocks, …]` (contiguous) readable by peers; called once."""
         ...
 
+    def another_reader(self) -> Transport | None:
+        """A second active side over the same blocks, for another transfer thread; its descriptor is never announced.
+
+        None where it would gain nothing, since no READ is copied by the thread that posts it.
+
+        Raises:
+            TransferError: reason lookup: the backend works, but not a second time.
+        """
+        ...
+
     def expect(self, nonce: str, block_ids: list[int]) -> None:
         """Passive side: a hand-off with this nonce may read these blocks (adds to those already allowed)."""
         ...

@@ -20,7 +20,10 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from functools import cache
+import threading
+from array import array
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -33,6 +36,7 @@ DIGEST_BYTES = 16
 RUN_WORDS = 512
 _CHUNK_WORDS = 32768  # its scratch (256 KiB) stays in a core's cache
 _DEVICE_CHUNK_BYTES = 64 << 20
+_WEIGHTS_LOCK = threading.Lock()
 
 Words = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -52,12 +56,50 @@ def block_digests(kv_cache: torch.Tensor, block_ids: list[int]) -> list[bytes]:
         sums = sums_on_gpu(blocks, block_ids)
     elif blocks.device.type != "cpu":
         sums = sums_on_device(blocks, block_ids)
-    elif cpu_ops.why_unavailable() is None and sys.byteorder == "little":
+    elif _has_kernel(blocks):
         sums = sums_by_kernel(blocks, block_ids)
     else:
         sums = sums_by_numpy(blocks, block_ids)
     raw = sums.astype("<i8", copy=False).tobytes()
     return [raw[start : start + DIGEST_BYTES] for start in range(0, len(raw), DIGEST_BYTES)]
+
+
+def _has_kernel(blocks: torch.Tensor) -> bool:
+    return blocks.device.type == "cpu" and cpu_ops.why_unavailable() is None and sys.byteorder == "little"
+
+
+def wrong_block_counter(kv_cache: torch.Tensor) -> Callable[[list[int], list[bytes]], int]:
+    """How many of these blocks differ from these digests, for one tensor: little is left to do at each call.
+
+    Raises (what is returned):
+        IndexError: there is no such block.
+        Exception: whatever a device says.
+    """
+    blocks = bytes_view(kv_cache)
+    if _has_kernel(blocks):
+        return partial(_count_wrong_by_kernel, cpu_ops.load_library().pds_num_wrong_blocks, blocks)
+    return partial(_count_wrong, blocks)
+
+
+def _count_wrong_by_kernel(
+    count: Callable[..., int], blocks: torch.Tensor, block_ids: list[int], announced: list[bytes]
+) -> int:
+    assert len(block_ids) == len(announced), (len(block_ids), len(announced))
+    assert all(len(digest) == DIGEST_BYTES for digest in announced), announced
+    num_blocks, block_bytes = blocks.shape
+    ids = array("q", block_ids)
+    where = (blocks.data_ptr(), num_blocks, block_bytes, ids.buffer_info()[0], len(ids))
+    num_wrong = count(*where, b"".join(announced), *weight_addresses(block_bytes))
+    if num_wrong < 0:
+        raise IndexError(f"blocks {block_ids} of a pool of {num_blocks}")
+    return num_wrong
+
+
+def _count_wrong(blocks: torch.Tensor, block_ids: list[int], announced: list[bytes]) -> int:
+    if min(block_ids) < 0 or max(block_ids) >= len(blocks):
+        raise IndexError(f"blocks {block_ids} of a pool of {len(blocks)}")
+    found = block_digests(blocks, block_ids)
+    return sum(a != b for a, b in zip(announced, found, strict=True))
 
 
 def sums_by_kernel(blocks: torch.Tensor, block_ids: list[int]) -> Words:
@@ -159,9 +201,15 @@ def weight_addresses(block_bytes: int) -> tuple[int, int]:
     return x.ctypes.data, y.ctypes.data
 
 
-@cache
 def _weight_parts(num_runs: int) -> tuple[Words, Words]:
-    """Of both rows, odd int64 `[RUN_WORDS + num_runs]`: places in a run, then runs. SplitMix64 (Steele, Lea, Flood)."""
+    """Of both rows, odd int64 `[RUN_WORDS + num_runs]`: places in a run, then runs. Always the same arrays."""
+    with _WEIGHTS_LOCK:  # two threads that ask first would each make some, and one's addresses would dangle
+        return _make_weight_parts(num_runs)
+
+
+@cache
+def _make_weight_parts(num_runs: int) -> tuple[Words, Words]:
+    """SplitMix64 (Steele, Lea, Flood)."""
     position = np.arange(RUN_WORDS + num_runs, dtype=np.uint64)
     return _split_mix(position, seed=0x70647365727665), _split_mix(position, seed=0x6B76626C6F636B)
 

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from pdserve.errors import TransferError
-from pdserve.transfer.base import Descriptor, PeerId, PullResult, PullState, wait_connected
+from pdserve.transfer.base import Descriptor, PeerId, PullResult, PullState, Transport, wait_connected
 from pdserve.transfer.cma import allow_readers
 from pdserve.transfer.descriptor import check_compatible, check_intact, seal
 from pdserve.transfer.memory import bytes_view
@@ -65,6 +65,7 @@ class NixlTransport:
         host: address that peers reach this worker at; on a loopback address UCX is kept off other interfaces.
         progress_thread: let NIXL make progress on its own, for a core per process; without, `serve` does.
         connect_timeout_s: for the answer to the wire-up READ.
+        is_known_to_work: do not try it out first.
 
     Raises:
         TransferError: reason lookup: NIXL does not work here.
@@ -79,14 +80,16 @@ class NixlTransport:
         progress_thread: bool = False,
         connect_timeout_s: float = 2.0,
         clock: Callable[[], float] = time.monotonic,
+        is_known_to_work: bool = False,
     ) -> None:
         prepare_environment(host)
+        self._host = host
         self._progress_thread = progress_thread
         self._connect_timeout_s = connect_timeout_s
         self._clock = clock
         self._handles = itertools.count(1)
-        # Fails here and not at the first hand-off where NIXL does not work.
-        NixlAgent(f"probe:{secrets.token_hex(4)}", progress_thread=False).destroy()
+        if not is_known_to_work:  # fails here and not at the first hand-off where it does not
+            NixlAgent(f"probe:{secrets.token_hex(4)}", progress_thread=False).destroy()
         self._agent: NixlAgent | None = None
         self._token = np.frombuffer(secrets.token_bytes(_TOKEN_BYTES), dtype=np.uint8).copy()
         self._scratch = np.zeros((_NUM_SCRATCH_SLOTS, _TOKEN_BYTES), dtype=np.uint8)
@@ -99,6 +102,20 @@ class NixlTransport:
         self._kv_cache = bytes_view(kv_cache)
         self._identity = (worker_id, generation, kv_signature)
         return self._build()
+
+    def another_reader(self) -> Transport | None:
+        """See `Transport.another_reader`: it has an agent of its own. Device memory is copied by devices."""
+        if self._kv_cache.device.type != "cpu":
+            return None
+        reader = NixlTransport(
+            host=self._host,
+            progress_thread=self._progress_thread,
+            connect_timeout_s=self._connect_timeout_s,
+            clock=self._clock,
+            is_known_to_work=True,
+        )
+        reader.register(self._kv_cache, *self._identity)
+        return reader
 
     def expect(self, nonce: str, block_ids: list[int]) -> None:
         """Nothing to do: whoever holds the descriptor may READ every block."""

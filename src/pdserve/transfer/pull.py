@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
+
 from pdserve.transfer.base import Descriptor, PeerId
 
 MAX_READ_BYTES = 8 << 20
-"""Of one READ: it ends soon, so that little is quarantined for short when it is given up, and its bytes are still in
-a processor's cache when they are verified."""
-SHORT_TAIL_BYTES = 3 << 20
-"""Verified at the end, while nothing is copied: less would be further READs, and each has a price of its own."""
+"""Of one READ: it ends soon, so that little is quarantined for short when it is given up."""
+SHARED_READ_BYTES = 4 << 20
+"""Of one READ where threads share a request: large beside what each costs in Python, and still in caches, for the most
+part, when its own thread verifies it."""
 
 
 class PullFaults(Protocol):
@@ -58,8 +61,7 @@ def _ignore(outcome: PullOutcome) -> None:
     pass
 
 
-@dataclass(frozen=True, slots=True)
-class PullRequest:
+class PullRequest(msgspec.Struct, frozen=True):
     """Blocks to READ from one peer. Callbacks run in the transfer thread and must not block."""
 
     descriptor: Descriptor
@@ -83,7 +85,7 @@ class PullRequest:
 
 @dataclass(slots=True, eq=False)
 class ActivePull:
-    """A request that has not ended."""
+    """A request that has not ended, as one transfer thread sees it."""
 
     ticket: int
     request: PullRequest
@@ -92,34 +94,35 @@ class ActivePull:
     not_before_s: float
     """A test hook delays the first READ."""
     waiting: deque[range]
-    """READs not posted yet, as index ranges into the request's lists."""
+    """READs not posted yet, as index ranges into the request's lists; shared with other threads' parts of it."""
+    on_end: OnOutcome
+    on_terminal: OnOutcome
+    """As a request's own, of this part."""
     in_flight: dict[int, range] = field(default_factory=dict)
     """By the transport's handle."""
-    num_verifying: int = 0
-    """READs that ended and whose blocks are being compared with their digests."""
     is_connecting: bool = False
     first_read_s: float | None = None
     num_bytes: int = 0
     num_unended_reads: int = 0
     """Given up, but not terminal."""
     outcome: PullOutcome | None = None
+    """Of this part."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether there is nothing left to READ: all is here, or on its way to another thread's part."""
+        return not self.waiting and not self.in_flight
 
 
 def split_into_reads(
-    num_blocks: int, block_bytes: int, max_read_bytes: int = MAX_READ_BYTES, *, is_verified: bool = False
+    num_blocks: int, block_bytes: int, max_read_bytes: int = MAX_READ_BYTES, *, num_threads: int = 1
 ) -> deque[range]:
     """Index ranges of READs of at most `max_read_bytes` each, and of at least one block.
 
-    Where they are verified, the last ones become smaller: each takes two thirds of what is left, so that the blocks
-    before it are verified while it is copied, and little is left to verify at the end.
+    As few and as equal as they can be, and as many for each of the threads that share them.
     """
-    step = max(1, max_read_bytes // block_bytes)
-    reads: deque[range] = deque()
-    first = 0
-    while first < num_blocks:
-        left = num_blocks - first
-        is_tail = not is_verified or left * block_bytes <= SHORT_TAIL_BYTES
-        count = min(step, left if is_tail else -(-2 * left // 3))
-        reads.append(range(first, first + count))
-        first += count
-    return reads
+    num_reads = -(-num_blocks // max(1, max_read_bytes // block_bytes))
+    if num_reads > 1:
+        num_reads = min(num_blocks, -(-num_reads // num_threads) * num_threads)
+    borders = [num_blocks * number // num_reads for number in range(num_reads + 1)]
+    return deque(range(first, stop) for first, stop in itertools.pairwise(borders))

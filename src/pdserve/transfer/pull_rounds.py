@@ -1,25 +1,25 @@
-"""What the transfer thread does in each round. One thread, no waiting; `puller.py` is the thread and its doors.
+"""What a transfer thread does in each round. One thread, no waiting; `transfer_thread.py` is the thread.
 
-A round: post READs (bounded in size and in number per peer, round robin over requests), collect ended ones and have
-their blocks verified (`verifier.py`), look after the quarantine. Nothing here waits for a peer, so one that is frozen
-holds up nobody else.
+A round: post READs (bounded in size and in number per peer, round robin over requests), collect ended ones and compare
+their blocks with the announced digests, look after the quarantine. Nothing here waits for a peer, so one that is
+frozen holds up nobody else.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 
 import torch
 
 from pdserve.errors import TransferError
 from pdserve.transfer.base import Descriptor, PeerId, PullResult, PullState, Transport
+from pdserve.transfer.digest import wrong_block_counter
 from pdserve.transfer.memory import bytes_view
-from pdserve.transfer.peer_failures import PeerFailures
-from pdserve.transfer.pull import ActivePull, OnOutcome, PullFaults, PullOutcome, PullRequest, split_into_reads
+from pdserve.transfer.pull import ActivePull, OnOutcome, PullFaults, PullOutcome, PullRequest
 from pdserve.transfer.quarantine import Quarantine
-from pdserve.transfer.verifier import Verdict, Verifier, create_verifier
 
 _DRAIN_POLL_S = 0.0005
 _LOOK_AFTER_S = 0.005
@@ -29,34 +29,29 @@ _log = logging.getLogger(__name__)
 
 
 class PullRounds:
-    """Active requests of one worker and how they move on. Arguments: see `Puller`."""
+    """Active requests of one transfer thread, or its parts of them, and how they move on. Arguments: see `Puller`."""
 
     def __init__(
         self,
         transports: Mapping[str, Transport],
         kv_cache: torch.Tensor,
-        failures: PeerFailures,
         *,
         faults: PullFaults | None,
         quarantine_s: float,
         max_quarantined_ratio: float,
-        max_read_bytes: int,
         max_reads_per_peer: int,
         drain_s: float,
         on_descriptor: Callable[[Descriptor], None],
-        on_verdict: Callable[[], None],
         clock: Callable[[], float],
     ) -> None:
         self._transports = dict(transports)
         self._kv_cache = kv_cache
-        self._block_bytes = bytes_view(kv_cache).shape[1]
-        self._failures = failures
         self._faults = faults
-        self._max_read_bytes, self._max_reads_per_peer = max_read_bytes, max_reads_per_peer
+        self._max_reads_per_peer = max_reads_per_peer
+        self._count_wrong_blocks = wrong_block_counter(kv_cache)
         self._drain_s = drain_s
         self._on_descriptor = on_descriptor
         self._clock = clock
-        self._verifier: Verifier[tuple[ActivePull, int]] = create_verifier(kv_cache, on_verdict)
         max_blocks = max_quarantined_ratio * kv_cache.shape[0]
         self._quarantines = {name: Quarantine(quarantine_s, max_blocks, clock) for name in transports}
         self._draining_since_s: dict[str, float] = {}
@@ -86,38 +81,33 @@ class PullRounds:
         num_posted = sum(self._advance(ticket) for ticket in list(self._pulls))
         num_results = self._collect()
         if not num_posted or self._clock() >= self._look_after_at_s:
-            num_results += self._look_after_everything_else()
-        return num_results + num_posted > 0 or self._verify_meanwhile()
+            self._look_after_everything_else()
+        return num_results + num_posted > 0
 
-    def _look_after_everything_else(self) -> int:
-        """What has time while READs follow each other; returns the number of verdicts."""
-        num_verdicts = self._take_verdicts()
+    def _look_after_everything_else(self) -> None:
+        """What has time while READs follow each other."""
         self._look_after_at_s = self._clock() + _LOOK_AFTER_S
         self._watch_preparing()
         for name, transport in self._transports.items():
             self._look_after_quarantine(name, transport)
             transport.serve()
-        return num_verdicts
 
-    def _verify_meanwhile(self) -> bool:
-        """With nothing to copy: help, or wait for the last verdict where it is due any moment."""
-        return any(pull.num_verifying for pull in self._pulls.values()) and self._verifier.help()
+    def begin(
+        self, ticket: int, request: PullRequest, reads: deque[range], on_end: OnOutcome, on_terminal: OnOutcome
+    ) -> None:
+        """Take a request on, or a part of it.
 
-    def begin(self, ticket: int, request: PullRequest) -> None:
-        """Take a request on."""
+        Args:
+            reads: see `split_into_reads`; other threads may take from them, too.
+            on_end, on_terminal: called instead of the request's own.
+        """
         now_s = self._clock()
         not_before_s = now_s + (self._faults.delay_s("pull_delay_s") if self._faults else 0.0)
-        num_blocks, is_verified = len(request.local_ids), bool(request.digests)
-        reads = split_into_reads(num_blocks, self._block_bytes, self._max_read_bytes, is_verified=is_verified)
-        pull = ActivePull(ticket, request, request.descriptor.peer, now_s, not_before_s, reads)
+        peer = request.descriptor.peer
+        pull = ActivePull(ticket, request, peer, now_s, not_before_s, reads, on_end, on_terminal)
         self._pulls[ticket] = pull
         if request.descriptor.backend not in self._transports:
             self._fail(pull, "lookup", f"backend {request.descriptor.backend} is not usable on this worker")
-
-    def expect(self, request: PullRequest) -> None:
-        """`begin` will follow in a moment. From any thread."""
-        if request.digests:
-            self._verifier.expect()
 
     def prepare(self, descriptor: Descriptor) -> None:
         """Connect to a peer before a request needs it. A failure costs nothing: the request tries again."""
@@ -145,14 +135,17 @@ class PullRounds:
         pull = self._pulls.get(ticket)
         if pull is None:
             return 0  # it ended by what the one before it found out
+        num_posted = 0
         try:
-            return self._connect_and_post(pull)
+            if not pull.is_done:
+                num_posted = self._connect_and_post(pull)
+            self._end_if_done(pull)
         except TransferError as error:
             self._fail(pull, error.reason, str(error))
         except Exception as error:
             _log.exception("transport %s failed", pull.request.descriptor.backend)
             self._fail(pull, "post", f"{type(error).__name__}: {error}")
-        return 0
+        return num_posted
 
     def _connect_and_post(self, pull: ActivePull) -> int:
         now_s, request = self._clock(), pull.request
@@ -179,15 +172,18 @@ class PullRounds:
         Copying drives code out of the processor's caches, so that whatever runs between two READs is slow.
         """
         request, num_posted = pull.request, 0
-        while pull.waiting and self._num_in_flight(pull.peer) < self._max_reads_per_peer:
+        while self._num_in_flight(pull.peer) < self._max_reads_per_peer:
+            try:
+                indices = pull.waiting.popleft()
+            except IndexError:  # another thread took the last one
+                break
             self._maybe_fail("post")
-            indices = pull.waiting[0]
             remote_ids, local_ids = request.remote_ids[indices.start : indices.stop], _local_ids(request, indices)
             handle = transport.pull(pull.peer, request.nonce, remote_ids, local_ids, request.deadline_s)
-            pull.in_flight[handle] = pull.waiting.popleft()
+            pull.in_flight[handle] = indices
             num_posted += 1
             self._collect_from(name, transport)
-            if len(self._pulls) > 1 or self._clock() >= self._post_until_s:
+            if pull.outcome is not None or len(self._pulls) > 1 or self._clock() >= self._post_until_s:
                 break
         return num_posted
 
@@ -220,9 +216,12 @@ class PullRounds:
             self._fail(pull, result.reason, result.detail)
             return
         try:
-            self._verify(pull, indices, result.num_bytes)
+            self._verify(pull, indices)
         except TransferError as error:
             self._fail(pull, error.reason, str(error))
+            return
+        pull.num_bytes += result.num_bytes
+        self._end_if_done(pull)
 
     def _pull_of(self, name: str, handle: int) -> ActivePull | None:
         for pull in self._pulls.values():
@@ -230,46 +229,27 @@ class PullRounds:
                 return pull
         return None
 
-    def _verify(self, pull: ActivePull, indices: range, num_bytes: int) -> None:
-        """Have received blocks compared with the announced digests, if there are any."""
+    def _verify(self, pull: ActivePull, indices: range) -> None:
+        """Compare received blocks with the announced digests, if there are any.
+
+        Raises:
+            TransferError: reason verify: they differ, or cannot be compared.
+        """
         self._maybe_fail("copy")
         local_ids = _local_ids(pull.request, indices)
         if self._faults and self._faults.take("corrupt_block"):
             bytes_view(self._kv_cache)[local_ids[0], 0] ^= 1
         self._maybe_fail("verify")
-        if not pull.request.digests:
-            self._accept(pull, num_bytes)
+        announced = pull.request.digests[indices.start : indices.stop]
+        if not announced:
             return
-        pull.num_verifying += 1
-        digests = pull.request.digests[indices.start : indices.stop]
-        is_last = not any(other.waiting or other.in_flight for other in self._pulls.values())
-        self._verifier.begin((pull, num_bytes), local_ids, digests, is_last=is_last)
-        if is_last:
-            self._take_verdicts()
-
-    def _take_verdicts(self) -> int:
-        """Act on what the verifier found out; returns the number of its verdicts."""
-        verdicts = self._verifier.take()
-        for verdict in verdicts:
-            self._take_verdict(verdict)
-        return len(verdicts)
-
-    def _take_verdict(self, verdict: Verdict[tuple[ActivePull, int]]) -> None:
-        pull, num_bytes = verdict.tag
-        if pull.ticket not in self._pulls:
-            return  # it ended for another reason
-        pull.num_verifying -= 1
-        if verdict.num_wrong:
-            found = f"{verdict.num_wrong} of {verdict.num_blocks} blocks differ from what {pull.peer} announced"
-            self._fail(pull, "verify", verdict.failure or found)
-        else:
-            self._accept(pull, num_bytes)
-
-    def _accept(self, pull: ActivePull, num_bytes: int) -> None:
-        """Blocks are what they should be; the last ones end the request."""
-        pull.num_bytes += num_bytes
-        if not pull.in_flight and not pull.waiting and not pull.num_verifying:
-            self._succeed(pull)
+        try:
+            num_wrong = self._count_wrong_blocks(local_ids, announced)
+        except Exception as error:  # whatever a device says: these blocks are not verified
+            raise TransferError("verify", f"{type(error).__name__}: {error}") from error
+        if num_wrong:
+            found = f"{num_wrong} of {len(announced)} blocks differ from what {pull.peer} announced"
+            raise TransferError("verify", found)
 
     def _maybe_fail(self, stage: str) -> None:
         if self._faults and self._faults.should_fail(stage):
@@ -277,12 +257,13 @@ class PullRounds:
 
     # --- ends
 
-    def _succeed(self, pull: ActivePull) -> None:
+    def _end_if_done(self, pull: ActivePull) -> None:
+        if pull.outcome is not None or not pull.is_done:
+            return
         if self._faults and self._faults.should_fail("notify"):
             self._fail(pull, "notify", "a test hook made it fail")
-            return
-        self._failures.note_success(pull.peer)
-        self._report_end(pull, "", "")
+        else:
+            self._report_end(pull, "", "")
 
     def _fail(self, pull: ActivePull, reason: str, detail: str) -> None:
         """End a request. Its READs on their way are given up, and quarantined where that is no fence."""
@@ -292,7 +273,6 @@ class PullRounds:
                 self._quarantines[name].add(handle, pull, len(indices))
         pull.in_flight.clear()
         pull.waiting.clear()
-        self._failures.note_failure(pull.peer, reason)
         self._report_end(pull, reason, detail)
 
     def abort(self, ticket: int) -> None:
@@ -313,11 +293,11 @@ class PullRounds:
             duration_s=self._clock() - started_s,
             is_terminal=pull.num_unended_reads == 0,
         )
-        _call(pull.request.on_end, pull.outcome)
+        _call(pull.on_end, pull.outcome)
 
     def _report_if_terminal(self, pull: ActivePull) -> None:
         if pull.num_unended_reads == 0 and pull.outcome is not None:
-            _call(pull.request.on_terminal, pull.outcome)
+            _call(pull.on_terminal, pull.outcome)
 
     def disconnect(self, peer: PeerId) -> None:
         """Drop a peer; requests to it end with reason disconnected."""
@@ -367,19 +347,17 @@ class PullRounds:
     def drain(self) -> None:
         """Fail what was not begun, and let READs on their way end: a reader that just goes may harm its peer."""
         for pull in list(self._pulls.values()):
-            if not pull.in_flight and not pull.num_verifying:
+            if not pull.in_flight:
                 self._fail(pull, "aborted", "this worker stops")
         until_s = self._clock() + self._drain_s
-        while any(p.in_flight or p.num_verifying for p in self._pulls.values()) and self._clock() < until_s:
+        while any(pull.in_flight for pull in self._pulls.values()) and self._clock() < until_s:
             self._collect()
-            self._take_verdicts()
             time.sleep(_DRAIN_POLL_S)
 
     def tear_down(self) -> None:
         """End everything and close the transports: a fence."""
         for pull in list(self._pulls.values()):
             self._fail(pull, "aborted", "this worker stops")
-        self._verifier.close()
         for name, transport in self._transports.items():
             transport.close()
             for pull in self._quarantines[name].remove_all():

@@ -1,10 +1,11 @@
-"""Step 6 of a request: the transfer thread. It READs announced blocks into this worker's own and verifies them.
+"""Step 6 of a request: the transfer threads. They READ announced blocks into this worker's own and verify them.
 
 Before it: the prefill worker announced complete, leased blocks (KvReady). After it: the decode worker's engine
-gets them, and the prefill worker a KvRelease. On a prefill worker the same thread answers peers (`serve`).
+gets them, and the prefill worker a KvRelease. On a prefill worker the first thread answers peers (`serve`).
 
-The thread is the only one that touches the transports (but for `expect` and `forget`); what it does in a round is
-in `pull_rounds.py`. It sleeps while there is nothing to do.
+Where the thread that posts a READ also copies it (shared memory), two threads share each request, READ by READ, and
+verify what they just copied while it is in their core's cache. Each has transports of its own and touches no other's;
+what it does is in `transfer_thread.py` and `pull_rounds.py`.
 """
 
 from __future__ import annotations
@@ -13,30 +14,32 @@ import itertools
 import logging
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 
 import torch
 
 from pdserve.errors import TransferError
-from pdserve.mailbox import Mailbox
 from pdserve.transfer.base import Descriptor, PeerId, Transport
+from pdserve.transfer.memory import bytes_view
 from pdserve.transfer.peer_failures import FailureMark, PeerFailures
-from pdserve.transfer.pull import MAX_READ_BYTES, PullFaults, PullRequest
+from pdserve.transfer.pull import (
+    MAX_READ_BYTES,
+    SHARED_READ_BYTES,
+    PullFaults,
+    PullOutcome,
+    PullRequest,
+    split_into_reads,
+)
 from pdserve.transfer.pull_rounds import PullRounds
-
-_BUSY_WAIT_S = 0.0005
-"""Between rounds while READs are on their way."""
-_SERVE_WAIT_S = 0.001
-_WATCH_WAIT_S = 0.01
-"""While there are only quarantined READs, and connections that no request needs yet."""
-_IDLE_WAIT_S = 0.25
-"""A slow beat, so that a peer's wire-up is answered even where nobody said that leases exist."""
+from pdserve.transfer.shared_pull import SharedPull
+from pdserve.transfer.transfer_thread import TransferThread
 
 _log = logging.getLogger(__name__)
 
 
 class Puller:
-    """The transfer thread of one worker.
+    """The transfer threads of one worker.
 
     Every submitted request ends with exactly one `on_end`; one whose outcome is not terminal gets exactly one
     `on_terminal` later. `close` ends all of them.
@@ -44,13 +47,15 @@ class Puller:
     Args:
         transports: registered ones, by name.
         kv_cache: `[num_blocks, …]`, the tensor they were registered with.
+        num_threads: more than one help where a transport has `another_reader`; a worker that only serves needs one.
         faults: test hooks.
         quarantine_s: how long a READ that was given up may stay unended before the agent is recreated (two leases).
-        max_quarantined_ratio: of the block pool; beyond it the agent is recreated earlier.
-        max_reads_per_peer: on their way at the same time.
+        max_quarantined_ratio: of the block pool, over all threads; beyond it the agent is recreated earlier.
+        max_read_bytes: of one READ; None: what is best for its threads.
+        max_reads_per_peer: on their way at the same time, of one thread.
         drain_s: how long healthy READs may take to end before an agent is recreated or closed.
         failure_ttl_s: how long a peer's failure mark is shown.
-        on_descriptor: called in the transfer thread when a descriptor changed: announce it.
+        on_descriptor: called in the first transfer thread when a descriptor changed: announce it.
     """
 
     def __init__(
@@ -58,47 +63,52 @@ class Puller:
         transports: Mapping[str, Transport],
         kv_cache: torch.Tensor,
         *,
+        num_threads: int = 2,
         faults: PullFaults | None = None,
         quarantine_s: float = 20.0,
         max_quarantined_ratio: float = 0.1,
-        max_read_bytes: int = MAX_READ_BYTES,
+        max_read_bytes: int | None = None,
         max_reads_per_peer: int = 2,
         drain_s: float = 2.0,
         failure_ttl_s: float = 10.0,
         on_descriptor: Callable[[Descriptor], None] = lambda descriptor: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._block_bytes = bytes_view(kv_cache).shape[1]
         self._failures = PeerFailures(failure_ttl_s, clock)
-        self._rounds = PullRounds(
-            transports,
-            kv_cache,
-            self._failures,
-            faults=faults,
-            quarantine_s=quarantine_s,
-            max_quarantined_ratio=max_quarantined_ratio,
-            max_read_bytes=max_read_bytes,
-            max_reads_per_peer=max_reads_per_peer,
-            drain_s=drain_s,
-            on_descriptor=on_descriptor,
-            on_verdict=self._wake_up,
-            clock=clock,
-        )
+        of_threads = [transports, *_further_readers(transports, num_threads - 1)]
+        self._max_read_bytes = max_read_bytes or (SHARED_READ_BYTES if len(of_threads) > 1 else MAX_READ_BYTES)
+        self._rounds = [
+            PullRounds(
+                readers,
+                kv_cache,
+                faults=faults,
+                quarantine_s=quarantine_s,
+                max_quarantined_ratio=max_quarantined_ratio / len(of_threads),
+                max_reads_per_peer=max_reads_per_peer,
+                drain_s=drain_s,
+                on_descriptor=on_descriptor if readers is transports else _ignore,
+                clock=clock,
+            )
+            for readers in of_threads
+        ]
+        self._threads = [TransferThread(f"kv-transfer-{n}", rounds) for n, rounds in enumerate(self._rounds)]
+        self._readers: dict[str, list[TransferThread]] = defaultdict(lambda: self._threads[:1])
+        for thread, readers in zip(self._threads, of_threads, strict=True):
+            for name in readers:
+                self._readers.setdefault(name, []).append(thread)
         self._tickets = itertools.count(1)
-        self._commands: Mailbox[Callable[[], None]] = Mailbox()
         self._lock = threading.Lock()
         self._is_closing = False
-        self._is_serving = False
-        self._thread = threading.Thread(target=self._run, name="kv-transfer", daemon=True)
-
-    # --- any thread
 
     def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
+        """Start the threads."""
+        for thread in self._threads:
+            thread.start()
 
     def prepare(self, descriptor: Descriptor) -> None:
         """Connect to a peer before its first request: the first READ from a peer is slow."""
-        self._command(lambda: self._rounds.prepare(descriptor))
+        self._command(lambda rounds: rounds.prepare(descriptor))
 
     def submit(self, request: PullRequest) -> int:
         """Fetch blocks; returns a ticket for `abort`.
@@ -106,24 +116,32 @@ class Puller:
         Raises:
             TransferError: reason aborted: the puller is closed.
         """
-        ticket = next(self._tickets)
-        self._command(lambda: self._rounds.begin(ticket, request))
-        self._rounds.expect(request)  # here, since the transfer thread is just waking up
+        ticket, readers = next(self._tickets), self._readers[request.descriptor.backend]
+        num_blocks, num_readers = len(request.local_ids), len(readers)
+        reads = split_into_reads(num_blocks, self._block_bytes, self._max_read_bytes, num_threads=num_readers)
+        num_parts = min(num_readers, len(reads))
+        shared = SharedPull(request, num_parts, self._stop, self._note_end)
+
+        def begin(rounds: PullRounds) -> None:
+            rounds.begin(ticket, request, reads, shared.on_end, shared.on_terminal)
+
+        with self._lock:
+            self._refuse_if_closing()
+            for part in range(num_parts):
+                readers[(ticket + part) % num_readers].command(begin)
         return ticket
 
     def abort(self, ticket: int) -> None:
         """End a request with reason aborted, unless it has ended."""
-        self._command(lambda: self._rounds.abort(ticket))
+        self._command(lambda rounds: rounds.abort(ticket))
 
     def disconnect(self, peer: PeerId) -> None:
         """Drop a peer that is gone; requests to it end with reason disconnected."""
-        self._command(lambda: self._rounds.disconnect(peer))
+        self._command(lambda rounds: rounds.disconnect(peer))
 
     def set_serving(self, is_serving: bool) -> None:
         """Whether leases exist, so that peers may READ from this worker at any moment."""
-        if is_serving != self._is_serving:
-            self._is_serving = is_serving
-            self._wake_up()
+        self._threads[0].set_serving(is_serving)
 
     def failed_peers(self) -> dict[PeerId, FailureMark]:
         """Peers whose last transfer failed a short while ago."""
@@ -137,62 +155,62 @@ class Puller:
     @property
     def num_quarantined_blocks(self) -> int:
         """Blocks of READs that were given up and have not ended."""
-        return self._rounds.num_quarantined_blocks
+        return sum(rounds.num_quarantined_blocks for rounds in self._rounds)
 
     @property
     def num_recreated(self) -> int:
         """Agents recreated to end a quarantine."""
-        return self._rounds.num_recreated
+        return sum(rounds.num_recreated for rounds in self._rounds)
 
     def close(self) -> None:
         """Let READs on their way end for a short while, then tear everything down: a fence. Again: nothing."""
         with self._lock:
             self._is_closing = True
-        self._wake_up()
-        if self._thread.is_alive():
-            self._thread.join()
-        elif self._thread.ident is None:
-            self._take_commands()
-            self._rounds.tear_down()
+        for thread in self._threads:
+            thread.stop()
+        for thread in self._threads:
+            thread.join()
 
-    def _command(self, command: Callable[[], None]) -> None:
+    def _command(self, command: Callable[[PullRounds], None]) -> None:
         with self._lock:
-            if self._is_closing:
-                raise TransferError("aborted", "the transfer thread is closed")
-            self._commands.put(command)
+            self._refuse_if_closing()
+            self._tell_all(command)
 
-    def _wake_up(self) -> None:
-        self._commands.put(_do_nothing)
+    def _refuse_if_closing(self) -> None:
+        if self._is_closing:
+            raise TransferError("aborted", "the transfer threads are closed")
 
-    # --- the transfer thread
+    def _tell_all(self, command: Callable[[PullRounds], None]) -> None:
+        for thread in self._threads:
+            thread.command(command)
 
-    def _run(self) -> None:
-        is_busy = True
-        while not self._is_closing:
+    def _stop(self, ticket: int) -> None:
+        self._tell_all(lambda rounds: rounds.abort(ticket))
+
+    def _note_end(self, request: PullRequest, outcome: PullOutcome) -> None:
+        if outcome.ok:
+            self._failures.note_success(request.descriptor.peer)
+        else:
+            self._failures.note_failure(request.descriptor.peer, outcome.reason)
+
+
+def _further_readers(transports: Mapping[str, Transport], num_threads: int) -> list[dict[str, Transport]]:
+    """Transports of the threads after the first; fewer threads where none has another reader."""
+    of_threads = []
+    for _ in range(num_threads):
+        readers = {}
+        for name, transport in transports.items():
             try:
-                if not is_busy:
-                    self._commands.wait(self._wait_s())
-                self._take_commands()
-                is_busy = self._rounds.round()
-            except Exception:
-                _log.exception("a round of the transfer thread failed; it goes on")
-                is_busy = False
-        self._take_commands()
-        self._rounds.drain()
-        self._rounds.tear_down()
-
-    def _wait_s(self) -> float:
-        if self._rounds.has_pulls:
-            return _BUSY_WAIT_S
-        if self._is_serving:
-            return _SERVE_WAIT_S
-        is_watching = self._rounds.num_quarantined_blocks or self._rounds.is_preparing
-        return _WATCH_WAIT_S if is_watching else _IDLE_WAIT_S
-
-    def _take_commands(self) -> None:
-        for command in self._commands.take():
-            command()
+                reader = transport.another_reader()
+            except TransferError as error:
+                _log.warning("transport %s reads with one thread less: %s", name, error)
+                continue
+            if reader is not None:
+                readers[name] = reader
+        if readers:
+            of_threads.append(readers)
+    return of_threads
 
 
-def _do_nothing() -> None:
+def _ignore(descriptor: Descriptor) -> None:
     pass

@@ -16,7 +16,7 @@ import msgspec
 import torch
 
 from pdserve.errors import TransferError
-from pdserve.transfer.base import Descriptor, PeerId, PullResult, PullState, wait_connected
+from pdserve.transfer.base import Descriptor, PeerId, PullResult, PullState, Transport, wait_connected
 from pdserve.transfer.descriptor import check_compatible, check_intact, seal
 from pdserve.transfer.memory import BlockMemory
 from pdserve.transfer.tcp_grants import Grants
@@ -81,6 +81,10 @@ class TcpTransport:
             )
         )
         return self._own
+
+    def another_reader(self) -> Transport | None:
+        """See `Transport.another_reader`: connections have threads of their own."""
+        return None
 
     def expect(self, nonce: str, block_ids: list[int]) -> None:
         """See `Transport.expect`."""

@@ -186,6 +186,7 @@ class _Worker:
                 advertise_host=settings.advertise_host or "",
                 progress_thread=self._model.engine.kv_cache.is_cuda,
             ),
+            num_threads=1 if self._role is Role.PREFILL else 2,
             faults=self._faults,
         )
 

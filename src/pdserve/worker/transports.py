@@ -1,7 +1,7 @@
-"""A worker's transports and its transfer thread, as the event loop sees them.
+"""A worker's transports and its transfer threads, as the event loop sees them.
 
 Knows descriptors (ours and those in registrations) and callbacks on the loop; the copying is the transfer
-thread's. With a new generation everything is torn down and built anew: a fence for all old READs.
+threads'. With a new generation everything is torn down and built anew: a fence for all old READs.
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ class TransportOptions:
     read_timeout_s: float
     make: Callable[[], list[Transport]]
     """Fresh transports, preferred first."""
+    num_threads: int = 2
+    """Transfer threads: one is enough for a worker that never reads."""
     faults: PullFaults | None = None
 
 
@@ -64,7 +66,7 @@ class WorkerTransports:
         self._num_pulls = 0
 
     def open(self, worker_id: str, generation: str) -> None:
-        """Make the block pool readable under this identity and start the transfer thread.
+        """Make the block pool readable under this identity and start the transfer threads.
 
         Raises:
             TransferError: no transport works here.
@@ -80,6 +82,7 @@ class WorkerTransports:
         self._puller = Puller(
             self._transports,
             self._kv_cache,
+            num_threads=self._options.num_threads,
             faults=self._options.faults,
             quarantine_s=self._options.quarantine_s,
             on_descriptor=lambda descriptor: self._on_loop(self._replace_descriptor, descriptor),
