@@ -2,7 +2,7 @@
 
 One request's way, steps 4 to 6 and 8. Every hand-off ends exactly once: received (`on_received`), failed
 with no READ in flight (`on_failed`), or aborted. KvRelease is sent when nothing of the prefill worker's
-memory is being read any more, never before. Runs on the event loop; READs run in the transfer thread.
+memory is being read any more, never before. Runs on the event loop; READs run in the transfer threads.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ class HandOffs:
         logger.warning("hand-off %s: prefill worker says %s", message.key, message.reason)
         self._lose_peer(hand_off, "handoff_failed")
 
-    # --- what the transfer thread says
+    # --- what the transfer threads say
 
     def _on_pull(self, outcome: PullOutcome) -> None:
         """A READ ended: its blocks are verified, or it failed and may not be over yet."""

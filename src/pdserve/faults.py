@@ -10,7 +10,7 @@ They exist only when PDS_FAULTS is `1` or a JSON object; the object has these fi
     clock_offset_s             seconds, may be negative
 
 `times` counts down; without it a fault never ends. A fault may also be a list of such objects.
-Thread-safe: the event loop, the engine's thread and the transfer thread all ask.
+Thread-safe: the event loop, the engine's thread and the transfer threads all ask.
 """
 
 from __future__ import annotations

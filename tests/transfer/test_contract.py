@@ -1,5 +1,6 @@
 """One contract for both backends, against real second processes (see `Transport`)."""
 
+import threading
 import time
 
 import msgspec
@@ -68,6 +69,58 @@ def test_another_reader_reads_into_the_same_blocks_and_comes_and_goes_on_its_own
     reader.close()
     assert local.read(peer, [8], [11]).state is PullState.DONE
     assert local.transport.is_connected(peer.peer)
+
+
+def test_a_reader_that_is_recreated_again_and_again_does_not_disturb_the_first_one(local, peer):
+    reader = local.transport.another_reader()
+    if reader is None:
+        assert local.transport.name == "tcp"
+        return
+    local.transport.connect(peer.descriptor)
+    failures = []
+
+    def recreate():
+        try:
+            for _ in range(15):
+                reader.recreate()
+                reader.connect(peer.descriptor)
+        except TransferError as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=recreate)
+    thread.start()
+    num_reads = 0
+    while thread.is_alive():
+        assert local.read(peer, list(range(48)), list(range(48))).state is PullState.DONE
+        assert torch.equal(local.blocks[:48], peer.blocks)
+        num_reads += 1
+    reader.close()
+    assert failures == []
+    assert num_reads > 15
+
+
+def test_an_agent_that_does_not_come_back_fails_cleanly_and_may_come_back_later(local, peer, monkeypatch):
+    if local.transport.name == "tcp":
+        return  # it has no agent
+
+    def refuse(name, *, progress_thread):
+        raise TransferError("lookup", "no more file descriptors")
+
+    local.transport.connect(peer.descriptor)
+    with monkeypatch.context() as patch:
+        patch.setattr("pdserve.transfer.nixl.NixlAgent", refuse)
+        with pytest.raises(TransferError, match="no more file descriptors"):
+            local.transport.recreate()
+    local.transport.serve()
+    assert local.transport.poll() == []
+    assert local.transport.abort(1)
+    for call in (local.transport.is_connected, lambda _: local.transport.start_connect(peer.descriptor)):
+        with pytest.raises(TransferError) as caught:
+            call(peer.peer)
+        assert caught.value.reason == "connect"
+    local.transport.recreate()
+    local.transport.connect(peer.descriptor)
+    assert local.read(peer, [1], [1]).state is PullState.DONE
 
 
 def test_reads_on_their_way_together_do_not_mix(local, peer):

@@ -1,7 +1,9 @@
 """When a READ that was given up does not end: blocks stay quarantined, until the agent is recreated."""
 
 import queue
+import threading
 import time
+from concurrent.futures import Future
 
 import pytest
 import torch
@@ -46,7 +48,7 @@ class StubbornTransport:
         self.is_broken = False
         self.is_good_slow = False
         self.on_poll = lambda: None
-        self.log = []
+        self.log, self.aborted = [], []
 
     def start_connect(self, peer_descriptor):
         self.connected.add(peer_descriptor.peer)
@@ -66,6 +68,7 @@ class StubbornTransport:
         return [PullResult(h, PullState.DONE, num_bytes=self.reads.pop(h)[1] * BLOCK_BYTES) for h in ended]
 
     def abort(self, handle):
+        self.aborted.append(handle)
         return handle not in self.reads
 
     def disconnect(self, peer):
@@ -111,13 +114,13 @@ class Scene:
     def clock(self):
         return self.now_s
 
-    def begin(self, ticket, worker_id, local_ids, within_s=5.0):
+    def begin(self, ticket, worker_id, local_ids, within_s=5.0, digests=()):
         request = PullRequest(
             descriptor(worker_id),
             "n",
             local_ids,
             local_ids,
-            [],
+            list(digests),
             self.now_s + within_s,
             self.ends.append,
             self.terminals.append,
@@ -359,8 +362,7 @@ def test_both_threads_quarantine_their_reads_and_only_the_first_agent_is_announc
     while len(transport.reads) + len(transport.other.reads) < 4:  # two of each thread
         assert time.monotonic() < until_s
         time.sleep(0.001)
-    posted = [ids for _, ids in transport.log + transport.other.log]
-    assert sorted(posted) == [[0], [1], [2], [3]]
+    assert sorted(ids for _, ids in transport.log + transport.other.log) == [[0], [1], [2], [3]]
     puller.abort(ticket)
     outcome = ends.get(timeout=5)
     assert (outcome.reason, outcome.is_terminal) == ("aborted", False)
@@ -369,3 +371,103 @@ def test_both_threads_quarantine_their_reads_and_only_the_first_agent_is_announc
     assert [announced.worker_id for announced in descriptors] == ["new-1"]
     puller.close()
     assert (ends.qsize(), terminals.qsize()) == (0, 0)
+
+
+def test_an_agent_that_does_not_come_back_leaves_its_part_to_the_other_thread():
+    transport, ends, terminals = StubbornTransport(), queue.Queue(), queue.Queue()
+    options = {"quarantine_s": 0.05, "max_read_bytes": BLOCK_BYTES, "max_reads_per_peer": 1}
+    puller = Puller({"stubborn": transport}, torch.zeros((100, BLOCK_BYTES), dtype=torch.uint8), **options)
+    transport.other.is_broken = True
+    puller.start()
+    ids, until_s = [0, 1, 2, 3], time.monotonic() + 60
+    ticket = puller.submit(PullRequest(descriptor(DEAF), "n", ids, ids, [], until_s, ends.put, terminals.put))
+    while not transport.other.reads:
+        assert time.monotonic() < until_s
+        time.sleep(0.001)
+    puller.abort(ticket)
+    ends.get(timeout=5)
+    terminals.get(timeout=5)
+    assert transport.other.num_recreated == 1
+    transport.other.log.clear()
+    for _ in range(5):
+        puller.submit(PullRequest(descriptor(GOOD), "n", ids, ids, [], until_s, ends.put))
+        assert ends.get(timeout=5).ok
+    assert transport.other.log == []
+    puller.close()
+
+
+@pytest.mark.parametrize("attempt", range(5))  # it is a matter of which thread is faster
+def test_closing_lets_the_reads_of_every_thread_end_though_another_one_has_none(attempt):
+    transport, ends = StubbornTransport(), queue.Queue()
+    blocks = torch.zeros((100, BLOCK_BYTES), dtype=torch.uint8)
+    puller = Puller({"stubborn": transport}, blocks, max_read_bytes=BLOCK_BYTES)
+    transport.start_connect = lambda peer_descriptor: None  # the first thread never gets to READ
+    transport.other.is_good_slow = True
+    puller.start()
+    ids, until_s = [0, 1, 2, 3], time.monotonic() + 60
+    puller.submit(PullRequest(descriptor(GOOD), "n", ids, ids, [], until_s, ends.put))
+    while len(transport.other.reads) < 2:
+        assert time.monotonic() < until_s
+        time.sleep(0.001)
+    threading.Timer(0.05, lambda: setattr(transport.other, "is_good_slow", False)).start()
+    puller.close()
+    assert transport.other.aborted == []
+    outcome = ends.get_nowait()
+    assert (outcome.reason, outcome.num_bytes) == ("aborted", 2 * BLOCK_BYTES)
+    assert ends.empty()
+
+
+class Aside:
+    """An executor whose results come when a test says so."""
+
+    def __init__(self):
+        self.verdicts = []
+
+    def submit(self, call, *arguments):
+        self.verdicts.append(Future())
+        return self.verdicts[-1]
+
+
+@pytest.fixture
+def slow_device():
+    scene = Scene()
+    scene.aside = scene.rounds._verify_aside = Aside()
+    return scene
+
+
+@pytest.mark.parametrize("num_wrong", [0, 2])
+def test_a_device_is_not_waited_for_and_its_verdict_ends_the_request(slow_device, num_wrong):
+    slow_device.begin(1, GOOD, list(range(8)), digests=[bytes(16)] * 8)
+    slow_device.advance(0)
+    first, second = slow_device.aside.verdicts
+    second.set_result(num_wrong)
+    slow_device.begin(2, GOOD, [10])
+    slow_device.advance(0)
+    assert {outcome.ticket for outcome in slow_device.ends} == ({1, 2} if num_wrong else {2})
+    first.set_result(0)
+    slow_device.advance(0)
+    (outcome,) = [outcome for outcome in slow_device.ends if outcome.ticket == 1]
+    assert (outcome.ok, outcome.reason) == ((False, "verify") if num_wrong else (True, ""))
+    assert outcome.num_bytes == (0 if num_wrong else 8 * BLOCK_BYTES)
+
+
+def test_a_device_that_hangs_costs_a_request_its_deadline(slow_device):
+    slow_device.begin(1, GOOD, [1], digests=[bytes(16)])
+    slow_device.advance(0)
+    slow_device.advance(4.9)
+    assert slow_device.ends == []
+    slow_device.advance(0.2)
+    assert [(outcome.reason, outcome.is_terminal) for outcome in slow_device.ends] == [("timeout", True)]
+    slow_device.aside.verdicts[0].set_result(0)
+    slow_device.advance(0)
+    assert len(slow_device.ends) == 1
+
+
+def test_a_device_that_fails_verifies_nothing(slow_device):
+    slow_device.begin(1, GOOD, [1], digests=[bytes(16)])
+    slow_device.advance(0)
+    slow_device.aside.verdicts[0].set_exception(RuntimeError("device-side assert"))
+    slow_device.rounds.drain()
+    (outcome,) = slow_device.ends
+    assert (outcome.ok, outcome.reason) == (False, "verify")
+    assert "device-side assert" in outcome.detail

@@ -213,12 +213,15 @@ class NixlTransport:
 
     def recreate(self) -> Descriptor:
         """See `Transport.recreate`: the agent gets a new name, and the descriptor with it."""
-        self._native.destroy()
+        self.close()
+        self._agent = None
+        self._forget_all()
         return self._build()
 
     def serve(self) -> None:
         """See `Transport.serve`."""
-        self._native.make_progress()
+        if self._agent is not None:
+            self._agent.make_progress()
 
     def close(self) -> None:
         """See `Transport.close`."""
@@ -229,7 +232,8 @@ class NixlTransport:
 
     @property
     def _native(self) -> NixlAgent:
-        assert self._agent is not None, "register comes first"
+        if self._agent is None:
+            raise TransferError("connect", "this worker has no NIXL agent: it could not be recreated")
         return self._agent
 
     def _forget_all(self) -> None:
@@ -244,8 +248,6 @@ class NixlTransport:
         """A new agent without peers and READs."""
         worker_id, generation, kv_signature = self._identity
         agent = NixlAgent(f"{worker_id}:{generation}:{secrets.token_hex(4)}", progress_thread=self._progress_thread)
-        self._agent = agent
-        self._forget_all()
         num_blocks, block_bytes = self._kv_cache.shape
         memory = "DRAM" if self._kv_cache.device.type == "cpu" else "VRAM"
         device_id = self._kv_cache.device.index or 0
@@ -255,6 +257,7 @@ class NixlTransport:
         self._local_blocks = agent.prepare("", _blocks(base, num_blocks, block_bytes, device_id), memory)
         slots = [_region(self._scratch[slot]) for slot in range(_NUM_SCRATCH_SLOTS)]
         self._local_slots = agent.prepare("", slots, "DRAM")
+        self._agent = agent
         payload = NixlPayload(
             agent_name=agent.name,
             metadata=agent.metadata(),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -20,7 +21,7 @@ part, when its own thread verifies it."""
 
 
 class PullFaults(Protocol):
-    """Test hooks that the transfer thread asks for (`pdserve.faults.Faults`)."""
+    """Test hooks that the transfer threads ask for (`pdserve.faults.Faults`)."""
 
     def delay_s(self, name: str) -> float:
         """Wait before the first READ."""
@@ -62,7 +63,7 @@ def _ignore(outcome: PullOutcome) -> None:
 
 
 class PullRequest(msgspec.Struct, frozen=True):
-    """Blocks to READ from one peer. Callbacks run in the transfer thread and must not block."""
+    """Blocks to READ from one peer. Callbacks run in a transfer thread and must not block."""
 
     descriptor: Descriptor
     """The peer's, of the backend chosen for the pair."""
@@ -100,6 +101,8 @@ class ActivePull:
     """As a request's own, of this part."""
     in_flight: dict[int, range] = field(default_factory=dict)
     """By the transport's handle."""
+    verifying: list[tuple[Future[int], range]] = field(default_factory=list)
+    """READs that ended and whose blocks are being compared with their digests aside."""
     is_connecting: bool = False
     first_read_s: float | None = None
     num_bytes: int = 0
@@ -110,8 +113,8 @@ class ActivePull:
 
     @property
     def is_done(self) -> bool:
-        """Whether there is nothing left to READ: all is here, or on its way to another thread's part."""
-        return not self.waiting and not self.in_flight
+        """Whether nothing is left to READ or to verify: all is here, or a matter of another thread's part."""
+        return not self.waiting and not self.in_flight and not self.verifying
 
 
 def split_into_reads(

@@ -11,6 +11,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from concurrent.futures import Executor, Future
 
 import torch
 
@@ -43,12 +44,15 @@ class PullRounds:
         drain_s: float,
         on_descriptor: Callable[[Descriptor], None],
         clock: Callable[[], float],
+        verify_aside: Executor | None = None,
     ) -> None:
         self._transports = dict(transports)
         self._kv_cache = kv_cache
+        self._block_bytes = bytes_view(kv_cache).shape[1]
         self._faults = faults
         self._max_reads_per_peer = max_reads_per_peer
         self._count_wrong_blocks = wrong_block_counter(kv_cache)
+        self._verify_aside = verify_aside
         self._drain_s = drain_s
         self._on_descriptor = on_descriptor
         self._clock = clock
@@ -59,6 +63,8 @@ class PullRounds:
         self._preparing: dict[PeerId, str] = {}
         self._look_after_at_s = self._post_until_s = 0.0
         self.num_recreated = 0
+        self.is_broken = False
+        """An agent could not be recreated."""
 
     @property
     def has_pulls(self) -> bool:
@@ -80,6 +86,8 @@ class PullRounds:
         self._post_until_s = self._clock() + _LOOK_AFTER_S
         num_posted = sum(self._advance(ticket) for ticket in list(self._pulls))
         num_results = self._collect()
+        if self._verify_aside is not None:
+            num_results += self._take_verdicts()
         if not num_posted or self._clock() >= self._look_after_at_s:
             self._look_after_everything_else()
         return num_results + num_posted > 0
@@ -219,9 +227,9 @@ class PullRounds:
             self._verify(pull, indices)
         except TransferError as error:
             self._fail(pull, error.reason, str(error))
-            return
-        pull.num_bytes += result.num_bytes
-        self._end_if_done(pull)
+        except Exception as error:
+            _log.exception("blocks cannot be verified")
+            self._fail(pull, "verify", f"{type(error).__name__}: {error}")
 
     def _pull_of(self, name: str, handle: int) -> ActivePull | None:
         for pull in self._pulls.values():
@@ -230,10 +238,11 @@ class PullRounds:
         return None
 
     def _verify(self, pull: ActivePull, indices: range) -> None:
-        """Compare received blocks with the announced digests, if there are any.
+        """Compare received blocks with the announced digests, if there are any; on a device that goes on aside.
 
         Raises:
-            TransferError: reason verify: they differ, or cannot be compared.
+            TransferError: reason verify: they differ.
+            Exception: they cannot be compared.
         """
         self._maybe_fail("copy")
         local_ids = _local_ids(pull.request, indices)
@@ -242,14 +251,40 @@ class PullRounds:
         self._maybe_fail("verify")
         announced = pull.request.digests[indices.start : indices.stop]
         if not announced:
+            self._accept(pull, indices, 0)
+        elif self._verify_aside is None:
+            self._accept(pull, indices, self._count_wrong_blocks(local_ids, announced))
+        else:
+            verdict = self._verify_aside.submit(self._count_wrong_blocks, local_ids, announced)
+            pull.verifying.append((verdict, indices))
+
+    def _take_verdicts(self) -> int:
+        """Act on what was found out aside; returns the number of READs that it was about."""
+        num_verdicts = 0
+        for pull in list(self._pulls.values()):
+            for entry in [entry for entry in pull.verifying if entry[0].done()]:
+                pull.verifying.remove(entry)
+                num_verdicts += 1
+                self._take_verdict(pull, *entry)
+        return num_verdicts
+
+    def _take_verdict(self, pull: ActivePull, verdict: Future[int], indices: range) -> None:
+        if pull.outcome is not None:
             return
         try:
-            num_wrong = self._count_wrong_blocks(local_ids, announced)
+            self._accept(pull, indices, verdict.result())
+        except TransferError as error:
+            self._fail(pull, error.reason, str(error))
         except Exception as error:  # whatever a device says: these blocks are not verified
-            raise TransferError("verify", f"{type(error).__name__}: {error}") from error
+            self._fail(pull, "verify", f"{type(error).__name__}: {error}")
+
+    def _accept(self, pull: ActivePull, indices: range, num_wrong: int) -> None:
+        """Blocks were compared; the last ones end the request."""
         if num_wrong:
-            found = f"{num_wrong} of {len(announced)} blocks differ from what {pull.peer} announced"
+            found = f"{num_wrong} of {len(indices)} blocks differ from what {pull.peer} announced"
             raise TransferError("verify", found)
+        pull.num_bytes += len(indices) * self._block_bytes
+        self._end_if_done(pull)
 
     def _maybe_fail(self, stage: str) -> None:
         if self._faults and self._faults.should_fail(stage):
@@ -328,7 +363,10 @@ class PullRounds:
         try:
             descriptor = transport.recreate()
         except TransferError:
+            self.is_broken = True
             _log.exception("the %s agent was destroyed, but a new one does not start; its transfers will fail", name)
+        if descriptor is not None:
+            self._on_descriptor(descriptor)
         self.num_recreated += 1
         self._draining_since_s.pop(name, None)
         for pull in self._pulls.values():
@@ -338,8 +376,6 @@ class PullRounds:
                 pull.is_connecting = False
         for pull in self._quarantines[name].remove_all():
             self._report_if_terminal(pull)
-        if descriptor is not None:
-            self._on_descriptor(descriptor)
 
     def _has_in_flight(self, name: str) -> bool:
         return any(pull.in_flight and pull.request.descriptor.backend == name for pull in self._pulls.values())
@@ -347,11 +383,12 @@ class PullRounds:
     def drain(self) -> None:
         """Fail what was not begun, and let READs on their way end: a reader that just goes may harm its peer."""
         for pull in list(self._pulls.values()):
-            if not pull.in_flight:
+            if not pull.in_flight and not pull.verifying:
                 self._fail(pull, "aborted", "this worker stops")
         until_s = self._clock() + self._drain_s
-        while any(pull.in_flight for pull in self._pulls.values()) and self._clock() < until_s:
+        while any(p.in_flight or p.verifying for p in self._pulls.values()) and self._clock() < until_s:
             self._collect()
+            self._take_verdicts()
             time.sleep(_DRAIN_POLL_S)
 
     def tear_down(self) -> None:

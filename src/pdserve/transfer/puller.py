@@ -14,8 +14,8 @@ import itertools
 import logging
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -74,10 +74,11 @@ class Puller:
         on_descriptor: Callable[[Descriptor], None] = lambda descriptor: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._block_bytes = bytes_view(kv_cache).shape[1]
+        self._block_bytes, self._max_read_bytes = bytes_view(kv_cache).shape[1], max_read_bytes
         self._failures = PeerFailures(failure_ttl_s, clock)
+        # A device digests blocks when it comes to it; nobody waits for that in a transfer thread.
+        self._aside = None if kv_cache.device.type == "cpu" else ThreadPoolExecutor(1, "kv-verify")
         of_threads = [transports, *_further_readers(transports, num_threads - 1)]
-        self._max_read_bytes = max_read_bytes or (SHARED_READ_BYTES if len(of_threads) > 1 else MAX_READ_BYTES)
         self._rounds = [
             PullRounds(
                 readers,
@@ -89,14 +90,12 @@ class Puller:
                 drain_s=drain_s,
                 on_descriptor=on_descriptor if readers is transports else _ignore,
                 clock=clock,
+                verify_aside=self._aside,
             )
             for readers in of_threads
         ]
         self._threads = [TransferThread(f"kv-transfer-{n}", rounds) for n, rounds in enumerate(self._rounds)]
-        self._readers: dict[str, list[TransferThread]] = defaultdict(lambda: self._threads[:1])
-        for thread, readers in zip(self._threads, of_threads, strict=True):
-            for name in readers:
-                self._readers.setdefault(name, []).append(thread)
+        self._backends = [frozenset(readers) for readers in of_threads]
         self._tickets = itertools.count(1)
         self._lock = threading.Lock()
         self._is_closing = False
@@ -116,9 +115,11 @@ class Puller:
         Raises:
             TransferError: reason aborted: the puller is closed.
         """
-        ticket, readers = next(self._tickets), self._readers[request.descriptor.backend]
+        ticket = next(self._tickets)
+        readers = self._readers(request.descriptor.backend)
         num_blocks, num_readers = len(request.local_ids), len(readers)
-        reads = split_into_reads(num_blocks, self._block_bytes, self._max_read_bytes, num_threads=num_readers)
+        max_read_bytes = self._max_read_bytes or (SHARED_READ_BYTES if num_readers > 1 else MAX_READ_BYTES)
+        reads = split_into_reads(num_blocks, self._block_bytes, max_read_bytes, num_threads=num_readers)
         num_parts = min(num_readers, len(reads))
         shared = SharedPull(request, num_parts, self._stop, self._note_end)
 
@@ -170,6 +171,14 @@ class Puller:
             thread.stop()
         for thread in self._threads:
             thread.join()
+        if self._aside is not None:
+            self._aside.shutdown()
+
+    def _readers(self, backend: str) -> list[TransferThread]:
+        """Threads that share a request; one whose agent could not be recreated has no part where another works."""
+        able = [n for n, backends in enumerate(self._backends) if backend in backends]
+        whole = [n for n in able if not self._rounds[n].is_broken]
+        return [self._threads[n] for n in whole or able or [0]]
 
     def _command(self, command: Callable[[PullRounds], None]) -> None:
         with self._lock:
@@ -185,6 +194,8 @@ class Puller:
             thread.command(command)
 
     def _stop(self, ticket: int) -> None:
+        if self._is_closing:
+            return  # each thread lets its own READs end
         self._tell_all(lambda rounds: rounds.abort(ticket))
 
     def _note_end(self, request: PullRequest, outcome: PullOutcome) -> None:

@@ -1,6 +1,6 @@
 """READs that were given up before they ended: their blocks may still be written, so nobody else may have them.
 
-Pure bookkeeping, of the transfer thread alone.
+Pure bookkeeping, of one transfer thread alone.
 """
 
 from __future__ import annotations
