@@ -84,8 +84,7 @@ def wrong_block_counter(kv_cache: torch.Tensor) -> Callable[[list[int], list[byt
 def _count_wrong_by_kernel(
     count: Callable[..., int], blocks: torch.Tensor, block_ids: list[int], announced: list[bytes]
 ) -> int:
-    assert len(block_ids) == len(announced), (len(block_ids), len(announced))
-    assert all(len(digest) == DIGEST_BYTES for digest in announced), announced
+    _check_whole(block_ids, announced)
     num_blocks, block_bytes = blocks.shape
     ids = array("q", block_ids)
     where = (blocks.data_ptr(), num_blocks, block_bytes, ids.buffer_info()[0], len(ids))
@@ -96,10 +95,16 @@ def _count_wrong_by_kernel(
 
 
 def _count_wrong(blocks: torch.Tensor, block_ids: list[int], announced: list[bytes]) -> int:
+    _check_whole(block_ids, announced)
     if min(block_ids) < 0 or max(block_ids) >= len(blocks):
         raise IndexError(f"blocks {block_ids} of a pool of {len(blocks)}")
     found = block_digests(blocks, block_ids)
     return sum(a != b for a, b in zip(announced, found, strict=True))
+
+
+def _check_whole(block_ids: list[int], digests: list[bytes]) -> None:
+    assert len(block_ids) == len(digests), (len(block_ids), len(digests))
+    assert all(len(digest) == DIGEST_BYTES for digest in digests), digests
 
 
 def sums_by_kernel(blocks: torch.Tensor, block_ids: list[int]) -> Words:
