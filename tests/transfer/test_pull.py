@@ -25,14 +25,14 @@ def sizes(num_blocks, max_read_bytes, num_threads):
 
 
 def test_one_thread_has_as_few_reads_as_possible():
-    assert sizes(13, 8 * MIB, 1) == [6, 7]
+    assert sizes(13, 8 * MIB, 1) == [7, 6]
     assert sizes(22, 8 * MIB, 1) == [11, 11]
     assert len(sizes(125, 8 * MIB, 1)) == 12
 
 
 def test_threads_that_share_a_request_have_the_same_number_of_reads():
-    assert sizes(13, 4 * MIB, 2) == [3, 3, 3, 4]
-    assert sizes(25, 4 * MIB, 2) == [4, 4, 4, 4, 4, 5]
+    assert sizes(13, 4 * MIB, 2) == [4, 3, 3, 3]
+    assert sizes(25, 4 * MIB, 2) == [5, 4, 4, 4, 4, 4]
 
 
 def test_what_is_small_is_one_read_of_one_thread():

@@ -122,10 +122,11 @@ def split_into_reads(
 ) -> deque[range]:
     """Index ranges of READs of at most `max_read_bytes` each, and of at least one block.
 
-    As few and as equal as they can be, and as many for each of the threads that share them.
+    As few and as equal as they can be, and as many for each of the threads that share them; longer ones come first,
+    since a thread that starts sooner takes them.
     """
     num_reads = -(-num_blocks // max(1, max_read_bytes // block_bytes))
     if num_reads > 1:
         num_reads = min(num_blocks, -(-num_reads // num_threads) * num_threads)
-    borders = [num_blocks * number // num_reads for number in range(num_reads + 1)]
+    borders = [-(-num_blocks * number // num_reads) for number in range(num_reads + 1)]
     return deque(range(first, stop) for first, stop in itertools.pairwise(borders))
