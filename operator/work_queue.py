@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 
 Key = tuple[str, str]
@@ -45,7 +46,7 @@ class WorkQueue:
             self._changed.notify_all()
 
     async def _wait(self, timeout_s: float | None) -> None:
-        try:
-            await asyncio.wait_for(self._changed.wait(), timeout_s)
-        except TimeoutError:
-            return
+        # Not asyncio.wait_for: what is cancelled in there may go on in a task of its own, and keep the lock for ever.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._changed.wait()

@@ -6,6 +6,7 @@ import asyncio
 import os
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -275,6 +276,25 @@ async def test_a_key_is_never_taken_twice_at_the_same_time() -> None:
     assert not taking.done()
     await queue.done(("a", "x"))
     assert await asyncio.wait_for(taking, 1) == ("a", "x")
+
+
+async def test_whoever_waits_for_a_key_can_be_cancelled_at_any_moment() -> None:
+    async def work(queue: WorkQueue) -> None:
+        while True:
+            key = await queue.take()
+            await queue.done(key)
+            await queue.add(key, 0.001)
+
+    for attempt in range(200):
+        queue = WorkQueue(time.monotonic)
+        workers = [asyncio.create_task(work(queue)) for _ in range(8)]
+        await queue.add(("shop", "chat"))
+        await asyncio.sleep(attempt * 1e-5)
+        for worker in workers:
+            worker.cancel()
+        _, left = await asyncio.wait(workers, timeout=5)
+        assert not left
+        await asyncio.wait_for(queue.add(("shop", "other")), 5)
 
 
 async def test_the_earlier_time_wins_and_due_keys_come_in_order() -> None:
