@@ -23,6 +23,8 @@ from pdserve.transfer.descriptor import decode_descriptor
 from pdserve.transfer.nixl import NixlTransport
 from pdserve.transfer.tcp import TcpTransport
 
+sys.path.insert(0, str(Path(__file__).parent))  # stubborn.py
+
 SIGNATURE = "model=tiny;kv_dtype=float32;block_size=16"
 BLOCK_BYTES = 64 * 1024
 NUM_PEER_BLOCKS = 48

@@ -18,7 +18,6 @@ which does it where an installation lacks them.
 
 from __future__ import annotations
 
-import ctypes
 import sys
 import threading
 from array import array
@@ -113,15 +112,10 @@ def sums_by_kernel(blocks: torch.Tensor, block_ids: list[int]) -> Words:
     # The kernel reads addresses: nothing out of range may reach it.
     assert min(block_ids) >= 0, min(block_ids)
     assert max(block_ids) < num_blocks, (max(block_ids), num_blocks)
-    ids = (ctypes.c_int64 * len(block_ids))(*block_ids)
-    raw = bytearray(DIGEST_BYTES * len(block_ids))
-    sums = (ctypes.c_int64 * (2 * len(block_ids))).from_buffer(raw)
-    cpu_ops.block_sums(
-        *(blocks.data_ptr(), block_bytes, ctypes.addressof(ids), len(block_ids)),
-        weights=weight_addresses(block_bytes),
-        sums=ctypes.addressof(sums),
-    )
-    return np.frombuffer(raw, dtype=np.int64).reshape(-1, 2)
+    ids, sums = array("q", block_ids), array("q", bytes(DIGEST_BYTES * len(block_ids)))
+    where = (blocks.data_ptr(), block_bytes, ids.buffer_info()[0], len(ids))
+    cpu_ops.block_sums(*where, weights=weight_addresses(block_bytes), sums=sums.buffer_info()[0])
+    return np.frombuffer(sums, dtype=np.int64).reshape(-1, 2)
 
 
 def sums_by_numpy(blocks: torch.Tensor, block_ids: list[int]) -> Words:

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, Future
+from functools import partial
 
 import torch
 
@@ -223,8 +224,12 @@ class PullRounds:
                 quarantine.add(result.handle, pull, len(indices))
             self._fail(pull, result.reason, result.detail)
             return
+        self._settle(pull, lambda: self._verify(pull, indices))
+
+    def _settle(self, pull: ActivePull, verify: Callable[[], None]) -> None:
+        """Whatever goes wrong, a device included: these blocks are not verified."""
         try:
-            self._verify(pull, indices)
+            verify()
         except TransferError as error:
             self._fail(pull, error.reason, str(error))
         except Exception as error:
@@ -260,23 +265,15 @@ class PullRounds:
 
     def _take_verdicts(self) -> int:
         """Act on what was found out aside; returns the number of READs that it was about."""
-        num_verdicts = 0
-        for pull in list(self._pulls.values()):
-            for entry in [entry for entry in pull.verifying if entry[0].done()]:
-                pull.verifying.remove(entry)
-                num_verdicts += 1
-                self._take_verdict(pull, *entry)
-        return num_verdicts
+        done = [(pull, entry) for pull in self._pulls.values() for entry in pull.verifying if entry[0].done()]
+        for pull, entry in done:
+            pull.verifying.remove(entry)
+            if pull.outcome is None:
+                self._settle(pull, partial(self._accept_verdict, pull, *entry))
+        return len(done)
 
-    def _take_verdict(self, pull: ActivePull, verdict: Future[int], indices: range) -> None:
-        if pull.outcome is not None:
-            return
-        try:
-            self._accept(pull, indices, verdict.result())
-        except TransferError as error:
-            self._fail(pull, error.reason, str(error))
-        except Exception as error:  # whatever a device says: these blocks are not verified
-            self._fail(pull, "verify", f"{type(error).__name__}: {error}")
+    def _accept_verdict(self, pull: ActivePull, verdict: Future[int], indices: range) -> None:
+        self._accept(pull, indices, verdict.result())
 
     def _accept(self, pull: ActivePull, indices: range, num_wrong: int) -> None:
         """Blocks were compared; the last ones end the request."""
@@ -359,14 +356,11 @@ class PullRounds:
     def _recreate(self, name: str, transport: Transport) -> None:
         """The fence: everything given up is terminal afterwards, and READs lost by it are posted again."""
         _log.warning("recreating the %s agent: %d blocks are quarantined", name, self._quarantines[name].num_blocks)
-        descriptor: Descriptor | None = None
         try:
-            descriptor = transport.recreate()
+            self._on_descriptor(transport.recreate())
         except TransferError:
             self.is_broken = True
             _log.exception("the %s agent was destroyed, but a new one does not start; its transfers will fail", name)
-        if descriptor is not None:
-            self._on_descriptor(descriptor)
         self.num_recreated += 1
         self._draining_since_s.pop(name, None)
         for pull in self._pulls.values():
