@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pdserve.engine.executors.base import SequenceSlice
-from pdserve.engine.executors.cpu import CpuExecutor
+from pdserve.engine.executors.cpu.executor import CpuExecutor
 from pdserve.models.resolve import home_folder, resolve_model
 
 FP32 = "fp32"

@@ -18,8 +18,8 @@ import torch
 from benchmarks.report import parser, warn_when_busy
 from safetensors.torch import save_file
 
-from pdserve.engine.executors.cpu import CpuExecutor
-from pdserve.engine.executors.cpu_weights import map_memory
+from pdserve.engine.executors.cpu.executor import CpuExecutor
+from pdserve.engine.executors.cpu.weights import map_memory
 
 SMOLLM2_135M = {
     "model_type": "llama",

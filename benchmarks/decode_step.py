@@ -12,7 +12,7 @@ from benchmarks.cpu_bench import BLOCK_SIZE, Limits, load, parse, timed
 from benchmarks.report import Row, at_least, median_row, publish
 
 from pdserve.engine.executors.base import SequenceSlice
-from pdserve.engine.executors.cpu import CpuExecutor
+from pdserve.engine.executors.cpu.executor import CpuExecutor
 
 BATCH_SIZES = (1, 8, 32)
 CONTEXT = range(320, 448)

@@ -129,7 +129,7 @@ def environment(check: Check) -> dict[str, str]:
 
 def ceilings(check: Check, step: Step) -> None:
     """Copy and matrix product."""
-    from gpu_bench import measure_ceilings  # noqa: PLC0415
+    from benchmarks.gpu.bench import measure_ceilings  # noqa: PLC0415
 
     check.ceilings = measure_ceilings(check.device)
     step.data = asdict(check.ceilings)
@@ -144,9 +144,9 @@ def kernel(name: str) -> Callable[[Check, Step], None]:
     """One kernel against its twin, and how near it comes to the ceilings."""
 
     def body(check: Check, step: Step) -> None:
-        from gpu_bench import check_and_time  # noqa: PLC0415
+        from benchmarks.gpu.bench import check_and_time  # noqa: PLC0415
 
-        module = importlib.import_module(name)
+        module = importlib.import_module(f"benchmarks.kernels.{name}")
         step.data = []
         for measure in module.measures(check.device, check.dtype, check.is_tiny):
             measured = check_and_time(measure, check.ceilings, check.device, check.dtype)
@@ -160,9 +160,11 @@ def kernel(name: str) -> Callable[[Check, Step], None]:
 
 def other_attention(check: Check, step: Step) -> None:
     """Ours, SDPA and FlexAttention."""
-    from gpu_bench import TOLERANCES  # noqa: PLC0415
+    from benchmarks.gpu.bench import TOLERANCES  # noqa: PLC0415
 
-    found = importlib.import_module("paged_decode_attention").compare(check.device, check.dtype, check.is_tiny)
+    found = importlib.import_module("benchmarks.kernels.paged_decode_attention").compare(
+        check.device, check.dtype, check.is_tiny
+    )
     step.data = asdict(found)
     times = f"paged {found.paged_ms:.3f} ms, SDPA {found.sdpa_ms:.3f} ms, FlexAttention {found.flex_ms:.3f} ms"
     step.lines = [f"{found.shape}: error against SDPA {found.error:.1e}", *([] if check.is_tiny else [times])]
@@ -172,7 +174,7 @@ def other_attention(check: Check, step: Step) -> None:
 
 def decode_steps(check: Check, step: Step) -> None:
     """With and without graphs."""
-    from gpu_executor import decode_step_times  # noqa: PLC0415
+    from benchmarks.gpu.executor import decode_step_times  # noqa: PLC0415
 
     step.data = decode_step_times(check.device, check.dtype, check.is_tiny)
     for row in step.data:
@@ -186,7 +188,7 @@ def decode_steps(check: Check, step: Step) -> None:
 
 def greedy_tokens(check: Check, step: Step) -> None:
     """A small model, token for token."""
-    from gpu_executor import compare_greedy  # noqa: PLC0415
+    from benchmarks.gpu.executor import compare_greedy  # noqa: PLC0415
 
     num_equal, num_all = compare_greedy(check.device, is_tiny=check.is_tiny)
     step.lines = [f"{num_equal} of {num_all} answers equal those of transformers"]
@@ -230,7 +232,7 @@ def main() -> int:
     options = parser.parse_args()
     if options.dry_run:
         os.environ["TRITON_INTERPRET"] = "1"
-    sys.path.insert(0, str(Path(__file__).parent))
+    sys.path.insert(0, str(Path(__file__).parents[1]))
     import torch  # noqa: PLC0415  after the line above
 
     if not options.dry_run and not torch.cuda.is_available():

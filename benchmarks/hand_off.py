@@ -29,15 +29,15 @@ from benchmarks.hand_off_source import NONCE, SIGNATURE
 from benchmarks.report import Row, at_least, at_most, median_row, parser, publish, warn_when_busy
 from benchmarks.service_load import Load
 
-from pdserve.engine.executors.cpu_weights import map_memory
+from pdserve.engine.executors.cpu.weights import map_memory
 from pdserve.local.service import PrivateService
 from pdserve.transfer.base import Transport
 from pdserve.transfer.descriptor import decode_descriptor
-from pdserve.transfer.nixl import NixlTransport
-from pdserve.transfer.nixl_agent import NixlAgent
-from pdserve.transfer.pull import PullOutcome, PullRequest
-from pdserve.transfer.puller import Puller
-from pdserve.transfer.tcp import TcpTransport
+from pdserve.transfer.nixl.agent import NixlAgent
+from pdserve.transfer.nixl.transport import NixlTransport
+from pdserve.transfer.pulls.pull import PullOutcome, PullRequest
+from pdserve.transfer.pulls.puller import Puller
+from pdserve.transfer.tcp.transport import TcpTransport
 
 BLOCK_BYTES = 30 * 2 * 16 * 3 * 64 * 4
 """SmolLM2-135M, 16 tokens, fp32."""

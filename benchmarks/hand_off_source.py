@@ -14,14 +14,14 @@ import time
 
 import torch
 
-from pdserve.engine.executors.cpu_weights import map_memory
+from pdserve.engine.executors.cpu.weights import map_memory
 from pdserve.transfer.base import Transport
-from pdserve.transfer.cma import allow_readers
 from pdserve.transfer.descriptor import encode_descriptor
 from pdserve.transfer.digest import block_digests
-from pdserve.transfer.nixl import NixlTransport
-from pdserve.transfer.nixl_agent import NixlAgent
-from pdserve.transfer.tcp import TcpTransport
+from pdserve.transfer.nixl.agent import NixlAgent
+from pdserve.transfer.nixl.cma import allow_readers
+from pdserve.transfer.nixl.transport import NixlTransport
+from pdserve.transfer.tcp.transport import TcpTransport
 
 SIGNATURE = "benchmark"
 NONCE = "nonce"

@@ -9,7 +9,7 @@ from benchmarks.cpu_bench import BLOCK_SIZE, Limits, load, parse, timed
 from benchmarks.report import Row, median_row, publish
 
 from pdserve.engine.executors.base import SequenceSlice
-from pdserve.engine.executors.cpu import CpuExecutor
+from pdserve.engine.executors.cpu.executor import CpuExecutor
 
 PROMPT_TOKENS = (128, 512, 2048)
 CHUNK_TOKENS = 512

@@ -21,7 +21,7 @@ from pdserve.log import get_logger
 from pdserve.messages import AttemptKey, KvFailed, KvReady, KvRelease, KvWant, LeaseRenewal
 from pdserve.registration import Role, WorkerRegistration
 from pdserve.transfer.base import Descriptor, PeerId
-from pdserve.transfer.pull import PullOutcome
+from pdserve.transfer.pulls.pull import PullOutcome
 from pdserve.worker.engine_thread import EngineThread
 from pdserve.worker.identity import Identity
 from pdserve.worker.transports import WorkerTransports

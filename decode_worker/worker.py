@@ -3,7 +3,7 @@
 One request's way, steps 3, 6, 8 and 9 (docs/architecture.md): a DecodeJob names the prefill worker; all
 blocks are reserved or the job is refused at once; the hand-offs fill them (decode_worker/hand_offs.py); then
 the sequence joins the batched decode loop, and each step sends ONE stream entry per gateway.
-Before: prefill_worker/offers.py. After: gateway/dispatch.py.
+Before: prefill_worker/offers.py. After: gateway/dispatch/dispatcher.py.
 It never samples output index 0 of a hand-off itself: token 0 comes from the prefill worker.
 """
 

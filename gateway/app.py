@@ -12,13 +12,13 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
 from pdserve.errors import InvalidRequestError, RequestError
-from pdserve.gateway.chat import chat_completions
-from pdserve.gateway.completions import completions
-from pdserve.gateway.endpoint import PostEndpoint
-from pdserve.gateway.error_body import error_response, http_error, internal_error
-from pdserve.gateway.frontend import Frontend
-from pdserve.gateway.system_routes import SystemView, add_system_routes
-from pdserve.gateway.text_routes import add_text_routes
+from pdserve.gateway.http.error_body import error_response, http_error, internal_error
+from pdserve.gateway.http.system_routes import SystemView, add_system_routes
+from pdserve.gateway.openai.chat import chat_completions
+from pdserve.gateway.openai.completions import completions
+from pdserve.gateway.openai.endpoint import PostEndpoint
+from pdserve.gateway.openai.frontend import Frontend
+from pdserve.gateway.openai.text_routes import add_text_routes
 
 _SENTENCES = {404: "There is nothing at this path.", 405: "This path does not take this method."}
 

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from tokenizers import Tokenizer
 
-from pdserve.gateway.token_bytes import TokenBytes
+from pdserve.gateway.text.token_bytes import TokenBytes
 
 REPLACEMENT = "\ufffd"
 MAX_HELD_TOKENS = 8

@@ -11,8 +11,8 @@ import uvloop
 
 from pdserve.errors import SettingError
 from pdserve.faults import Faults
-from pdserve.gateway.chat_prompt import ChatPrompts
 from pdserve.gateway.process import GatewayProcess
+from pdserve.gateway.text.chat_prompt import ChatPrompts
 from pdserve.log import setup_logging
 from pdserve.models.card import ModelCard
 from pdserve.models.resolve import home_folder, resolve_model, served_model_name

@@ -26,15 +26,15 @@ from pdserve.bus.registry import Registry, RegistryView
 from pdserve.errors import BusError, SettingError
 from pdserve.faults import Faults
 from pdserve.gateway.app import create_app, create_system_app
-from pdserve.gateway.chat_prompt import ChatPrompts
 from pdserve.gateway.counting import GatewayCounting
-from pdserve.gateway.disaggregation import Disaggregation, Mode
-from pdserve.gateway.dispatch import Dispatcher
-from pdserve.gateway.door import DoorLimits
-from pdserve.gateway.frontend import Frontend, FrontendLimits
-from pdserve.gateway.outcomes import RetryLimits
-from pdserve.gateway.pump import WaitLimits
-from pdserve.gateway.system_routes import SystemView
+from pdserve.gateway.dispatch.admission import DoorLimits
+from pdserve.gateway.dispatch.dispatch_loop import WaitLimits
+from pdserve.gateway.dispatch.dispatcher import Dispatcher
+from pdserve.gateway.dispatch.outcomes import RetryLimits
+from pdserve.gateway.http.system_routes import SystemView
+from pdserve.gateway.openai.frontend import Frontend, FrontendLimits
+from pdserve.gateway.routing.disaggregation import Disaggregation, Mode
+from pdserve.gateway.text.chat_prompt import ChatPrompts
 from pdserve.http_server import HttpServer, listen, url_of
 from pdserve.log import get_logger
 from pdserve.metrics import GatewayMetrics, ProcessMetrics, render

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from pdserve.gateway.waterfall import Waterfall
+from pdserve.gateway.generation.waterfall import Waterfall
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 import kopf
 
-from pdserve.operator.credentials import read_credentials
+from pdserve.operator.cluster.credentials import read_credentials
 from pdserve.operator.loop import ReconcileLoop
 from pdserve.operator.names import GROUP, VERSION, service_of
 

@@ -12,8 +12,8 @@ import time
 from typing import Any
 
 from pdserve.log import get_logger
-from pdserve.operator.credentials import ClusterError
-from pdserve.operator.kube import ConflictError, GoneError, Kube, path_of
+from pdserve.operator.cluster.credentials import ClusterError
+from pdserve.operator.cluster.kube import ConflictError, GoneError, Kube, path_of
 
 logger = get_logger(__name__)
 

@@ -6,10 +6,10 @@ import asyncio
 import time
 
 from pdserve.log import get_logger
-from pdserve.operator.credentials import ClusterError
+from pdserve.operator.cluster.credentials import ClusterError
+from pdserve.operator.cluster.kube import ConflictError, GoneError, Kube, path_of
+from pdserve.operator.cluster.live import PodAnswers
 from pdserve.operator.facts import ClusterFacts, Owner
-from pdserve.operator.kube import ConflictError, GoneError, Kube, path_of
-from pdserve.operator.live import PodAnswers
 from pdserve.operator.names import API_VERSION
 from pdserve.operator.reconcile import ServiceReconciler
 from pdserve.operator.telemetry import Telemetry

@@ -11,10 +11,10 @@ import socket
 import kopf
 
 from pdserve.log import get_logger, setup_logging
-from pdserve.operator.credentials import read_credentials
-from pdserve.operator.discovery import discover, wait_for_own_kinds
+from pdserve.operator.cluster.credentials import read_credentials
+from pdserve.operator.cluster.discovery import discover, wait_for_own_kinds
+from pdserve.operator.cluster.kube import Kube
 from pdserve.operator.handlers import make_registry, make_settings
-from pdserve.operator.kube import Kube
 from pdserve.operator.leader import Leadership
 from pdserve.operator.loop import ReconcileLoop
 from pdserve.operator.settings import OperatorSettings

@@ -12,23 +12,23 @@ import time
 from typing import Any
 
 from pdserve.log import get_logger
-from pdserve.operator.children import Children
-from pdserve.operator.conditions import Condition, transitions
-from pdserve.operator.deployments import deployment, with_replicas
-from pdserve.operator.events import now_text, post_event
+from pdserve.operator.api.policy import Policy, read_policy
+from pdserve.operator.api.spec import ServiceSpec, SpecError, read_service
+from pdserve.operator.cluster.events import now_text, post_event
+from pdserve.operator.cluster.kube import GoneError, Kube, RefusedError, path_of
+from pdserve.operator.cluster.live import Live, PodAnswers, look
 from pdserve.operator.facts import ClusterFacts, Owner
-from pdserve.operator.health import Health, role_health, worst_problem
-from pdserve.operator.kube import GoneError, Kube, RefusedError, path_of
-from pdserve.operator.live import Live, PodAnswers, look
 from pdserve.operator.names import API_VERSION, FIELD_MANAGER, GATEWAY, POOLS, REDIS
-from pdserve.operator.objects import Plan, finished, plan_of
-from pdserve.operator.policy import Policy, read_policy
-from pdserve.operator.pools import observation, pool_count, rollout_seen, stepped, template_digest
-from pdserve.operator.rollout import RolloutStep, next_step
-from pdserve.operator.scaler import Scaler, needs_owner_of_replicas
-from pdserve.operator.scaling import Decision, ScalingState, decide
-from pdserve.operator.spec import ServiceSpec, SpecError, read_service
-from pdserve.operator.status import StatusFacts, refused_status, service_status
+from pdserve.operator.objects.children import Children
+from pdserve.operator.objects.deployments import deployment, with_replicas
+from pdserve.operator.objects.plan import Plan, finished, plan_of
+from pdserve.operator.sizing.pools import observation, pool_count, rollout_seen, stepped, template_digest
+from pdserve.operator.sizing.rollout import RolloutStep, next_step
+from pdserve.operator.sizing.scaler import Scaler, needs_owner_of_replicas
+from pdserve.operator.sizing.scaling import Decision, ScalingState, decide
+from pdserve.operator.status.conditions import Condition, transitions
+from pdserve.operator.status.health import Health, role_health, worst_problem
+from pdserve.operator.status.status import StatusFacts, refused_status, service_status
 
 logger = get_logger(__name__)
 

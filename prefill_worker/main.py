@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import time
 
+from pdserve.prefill_worker.leases import LeaseTable
 from pdserve.prefill_worker.offers import Offers
 from pdserve.prefill_worker.worker import PrefillLimits, PrefillWorker
 from pdserve.registration import Role
 from pdserve.settings import PrefillSettings, load
 from pdserve.transfer.digest import block_digests
-from pdserve.transfer.lease import LeaseTable
 from pdserve.worker.run import WorkerParts, run_worker
 
 

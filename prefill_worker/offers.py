@@ -16,9 +16,9 @@ from pdserve.engine.engine import Engine
 from pdserve.engine.sequence import Sequence
 from pdserve.log import get_logger
 from pdserve.messages import AttemptKey, KvFailed, KvRelease, KvWant, LeaseRenewal, TokenLogprobs
+from pdserve.prefill_worker.leases import LeaseTable
 from pdserve.prefill_worker.offer import Offer, Reader
 from pdserve.transfer.base import PeerId
-from pdserve.transfer.lease import LeaseTable
 from pdserve.worker.engine_thread import EngineThread
 from pdserve.worker.identity import Identity
 from pdserve.worker.tasks import TaskSet

@@ -2,7 +2,7 @@
 
 One request's way, steps 1, 2 and 7 (docs/architecture.md): a PrefillJob comes from the gateway's dispatcher;
 the engine reserves all blocks of the prompt and computes it in chunks; token 0 goes to the gateway at once.
-Before: gateway/dispatch.py. Beside: prefill_worker/offers.py (steps 4, 5, 8). After: decode_worker/worker.py.
+Before: gateway/dispatch/dispatcher.py. Beside: prefill_worker/offers.py (4, 5, 8). After: decode_worker/worker.py.
 It never decodes beyond token 0 and never writes anybody else's memory.
 """
 

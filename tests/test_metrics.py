@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from pdserve.bus.bus import Bus
-from pdserve.engine.block_pool import BlockState
+from pdserve.engine.kv.block_pool import BlockState
 from pdserve.metrics import GatewayMetrics, ProcessMetrics, WorkerMetrics, buckets, labels, render
 
 GATEWAY = """

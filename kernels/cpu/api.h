@@ -1,5 +1,5 @@
 // The C ABI of the CPU kernels: plain structs and functions on raw pointers, mirrored field by field in
-// kernels/cpu_ops.py. Never allocates anything its caller has to free except a PdsContext.
+// kernels/cpu/ops.py. Never allocates anything its caller has to free except a PdsContext.
 //
 // Packed weights: panels of 32 output columns, [ceil(N / 32)][K][32], columns beyond N zero. All matrices are
 // y[M][N] = x[M][K] . w[N][K]^T. gate and up are interleaved in groups of 16 columns, so that one panel holds

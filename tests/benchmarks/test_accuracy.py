@@ -12,7 +12,7 @@ import pytest
 import torch
 from benchmarks.accuracy import Comparison, common_prefix
 
-from pdserve.kernels import cpu_ops
+from pdserve.kernels.cpu import ops as cpu_ops
 
 
 def test_logits_compared_with_themselves_differ_in_nothing():

@@ -4,19 +4,19 @@ import sys
 
 import numpy as np
 import pytest
-from benchmarks.peers import HERE, engines_for
-from benchmarks.peers_install import INSTALLERS, is_installed, openvino_python
-from benchmarks.peers_servers import DEFAULTS, OURS, TUNED, compared
+from benchmarks.peers.compare import HERE, engines_for
+from benchmarks.peers.install import INSTALLERS, is_installed, openvino_python
+from benchmarks.peers.servers import DEFAULTS, OURS, TUNED, compared
 from benchmarks.report import Row
 
 
 @pytest.fixture
 def peers_openvino(monkeypatch):
     monkeypatch.syspath_prepend(str(HERE))  # engines run as scripts
-    import peers_openvino  # noqa: PLC0415
+    import run_openvino as peers_openvino  # noqa: PLC0415
 
     yield peers_openvino
-    for name in ("peers_openvino", "peers_protocol"):
+    for name in ("run_openvino", "protocol"):
         sys.modules.pop(name, None)
 
 

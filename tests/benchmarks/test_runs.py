@@ -6,12 +6,12 @@ import sys
 
 import pytest
 import torch
-from benchmarks.peers import HERE, Engine
-from benchmarks.peers_protocol import prompt_of
+from benchmarks.peers.compare import HERE, Engine
+from benchmarks.peers.protocol import prompt_of
 from transformers import AutoModelForCausalLM
 
-from pdserve.kernels import cpu_ops
-from pdserve.transfer.pull import SHARED_READ_BYTES
+from pdserve.kernels.cpu import ops as cpu_ops
+from pdserve.transfer.pulls.pull import SHARED_READ_BYTES
 
 
 def run(*arguments, home):
@@ -47,7 +47,7 @@ def test_an_engine_in_a_process_of_its_own_computes_the_model(tiny_model_dir, tm
     prompt = [5, 6, 7, 8, 9, 10, 11]
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
     expected = model.generate(torch.tensor([prompt]), max_new_tokens=6, min_new_tokens=6, do_sample=False)
-    command = [sys.executable, str(HERE / "peers_ours.py"), str(tiny_model_dir), "fp32", "1"]
+    command = [sys.executable, str(HERE / "run_ours.py"), str(tiny_model_dir), "fp32", "1"]
     with Engine("pdserve", command, {"OMP_NUM_THREADS": "1"}) as engine:
         assert engine.ask("greedy", prompt, 6) == expected[0, len(prompt) :].tolist()
         assert len(engine.ask("decode", 2, 20, 3)) == 3
@@ -56,7 +56,7 @@ def test_an_engine_in_a_process_of_its_own_computes_the_model(tiny_model_dir, tm
 def test_a_failing_engine_says_why_and_where_its_output_is(tmp_path, monkeypatch):
     monkeypatch.setenv("PDS_HOME", str(tmp_path))
     (tmp_path / "peers").mkdir()
-    engine = Engine("pdserve", [sys.executable, str(HERE / "peers_ours.py"), str(tmp_path), "fp32", "1"], {})
+    engine = Engine("pdserve", [sys.executable, str(HERE / "run_ours.py"), str(tmp_path), "fp32", "1"], {})
     with pytest.raises(Exception, match=r"pdserve: ModelError: .*; its output is in .*pdserve\.log"):
         engine.__enter__()
 

@@ -27,8 +27,8 @@ from cluster.network import NODE_IP
 from cluster.pod_sandbox import NotYetError, Sandbox
 from cluster.process_container import Container, now
 from pdserve.local.redis_server import find_server_binary
-from pdserve.operator.credentials import ClusterError, read_credentials
-from pdserve.operator.kube import GoneError, Kube, path_of
+from pdserve.operator.cluster.credentials import ClusterError, read_credentials
+from pdserve.operator.cluster.kube import GoneError, Kube, path_of
 
 Json = dict[str, Any]
 

@@ -20,8 +20,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "operator"))
 import yaml
 from bad_specs import BAD_SPECS, GOOD_SPECS, merged
 
-from pdserve.operator.crds import all_crds
-from pdserve.operator.spec import read_service
+from pdserve.operator.api.crds import all_crds
+from pdserve.operator.api.spec import read_service
 
 Json = dict[str, Any]
 CRDS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from pdserve.kernels import cpu_ops
+from pdserve.kernels.cpu import ops as cpu_ops
 from pdserve.local.service import PrivateService
 
 SERVICE: dict[str, Any] = {

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from pdserve.engine.engine import Engine
 from pdserve.engine.executors.base import Executor
-from pdserve.engine.executors.transformers import TransformersExecutor
+from pdserve.engine.executors.stock.executor import TransformersExecutor
 from pdserve.models.tiny import make_model
 
 sys.path.insert(0, str(Path(__file__).parent))  # engine_oracle.py

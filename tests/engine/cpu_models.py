@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pdserve.engine.executors.base import SequenceSlice
-from pdserve.engine.executors.cpu import CpuExecutor
+from pdserve.engine.executors.cpu.executor import CpuExecutor
 
 BASE: dict[str, Any] = {
     "hidden_size": 64,

@@ -15,7 +15,7 @@ from pdserve.engine import loader
 from pdserve.engine.executors.base import KvCacheSpec
 from pdserve.engine.loader import choose_executor, choose_num_blocks, free_memory_bytes, load_executor
 from pdserve.errors import ModelError, SettingError
-from pdserve.kernels import cpu_ops
+from pdserve.kernels.cpu import ops as cpu_ops
 
 CPU = torch.device("cpu")
 SPEC = KvCacheSpec(num_layers=2, block_size=4, num_kv_heads=1, head_dim=8, dtype=torch.float32)  # 512 bytes a block

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from pdserve.engine.executors.fake import FakeExecutor, FakeOptions
-from pdserve.engine.step_time import num_pairs
+from pdserve.engine.scheduling.step_time import num_pairs
 
 VOCAB, EOS, BLOCK_SIZE = 997, frozenset({1}), 16
 

@@ -6,11 +6,11 @@ import itertools
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-from pdserve.gateway.actions import Action, Emit, Send, WorkerRef
-from pdserve.gateway.attempts import SequenceAttempts
-from pdserve.gateway.jobs import SequenceSpec
-from pdserve.gateway.outcomes import RetryLimits
-from pdserve.gateway.request import FinishedEvent, TokensEvent
+from pdserve.gateway.dispatch.actions import Action, Emit, Send, WorkerRef
+from pdserve.gateway.dispatch.jobs import SequenceSpec
+from pdserve.gateway.dispatch.outcomes import RetryLimits
+from pdserve.gateway.dispatch.sequence_machine import SequenceAttempts
+from pdserve.gateway.generation.request import FinishedEvent, TokensEvent
 from pdserve.messages import (
     AttemptKey,
     Failed,

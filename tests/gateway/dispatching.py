@@ -12,9 +12,9 @@ from bus_workers import HEARTBEAT_S, BusWorker, token_at, until
 
 from pdserve.bus.bus import Bus
 from pdserve.bus.registry import RegistryView
-from pdserve.gateway.dispatch import Dispatcher
-from pdserve.gateway.outcomes import RetryLimits
-from pdserve.gateway.request import Event, Generation, GenerationRequest, TokensEvent
+from pdserve.gateway.dispatch.dispatcher import Dispatcher
+from pdserve.gateway.dispatch.outcomes import RetryLimits
+from pdserve.gateway.generation.request import Event, Generation, GenerationRequest, TokensEvent
 from pdserve.registration import Role
 from pdserve.sampling_params import SamplingParams
 

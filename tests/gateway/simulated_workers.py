@@ -12,7 +12,7 @@ import itertools
 import random
 from dataclasses import dataclass, field
 
-from pdserve.gateway.actions import WorkerRef
+from pdserve.gateway.dispatch.actions import WorkerRef
 from pdserve.messages import (
     AttemptKey,
     Cancel,

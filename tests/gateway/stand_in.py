@@ -17,10 +17,10 @@ import httpx
 
 from pdserve.errors import RequestError
 from pdserve.gateway.app import create_app
-from pdserve.gateway.chat_prompt import ChatPrompts
-from pdserve.gateway.frontend import Frontend, FrontendLimits
-from pdserve.gateway.request import FailedEvent, FinishedEvent, Generation, GenerationRequest, TokensEvent
-from pdserve.gateway.system_routes import SystemView
+from pdserve.gateway.generation.request import FailedEvent, FinishedEvent, Generation, GenerationRequest, TokensEvent
+from pdserve.gateway.http.system_routes import SystemView
+from pdserve.gateway.openai.frontend import Frontend, FrontendLimits
+from pdserve.gateway.text.chat_prompt import ChatPrompts
 from pdserve.http_server import HttpServer, listen, url_of
 from pdserve.messages import TokenLogprobs
 from pdserve.models.card import ModelCard

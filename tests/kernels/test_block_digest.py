@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pdserve.kernels import reference_blocks
+from pdserve.kernels.reference import blocks as reference_blocks
 from pdserve.transfer.digest import block_digests
 
 

@@ -69,11 +69,11 @@ def test_the_table_has_a_line_for_every_call_and_gpu_and_no_others():
 def test_every_kernel_has_a_twin_a_test_a_benchmark_and_a_place_in_the_catalogue():
     files = {file.stem for file in (ROOT / "kernels").glob("*.py") if "@triton.jit" in file.read_text(encoding="utf-8")}
     assert files == {case.module for case in CASES.values()}
-    twins = "".join(file.read_text(encoding="utf-8") for file in (ROOT / "kernels").glob("reference*.py"))
+    twins = "".join(file.read_text(encoding="utf-8") for file in (ROOT / "kernels" / "reference").glob("*.py"))
     for name in files:
         assert f"\ndef {name}(" in twins
         assert (ROOT / "tests" / "kernels" / f"test_{name}.py").exists()
-        assert (ROOT / "benchmarks" / f"{name}.py").exists()
+        assert (ROOT / "benchmarks" / "kernels" / f"{name}.py").exists()
 
 
 def test_attention_is_compiled_for_every_head_dimension_in_both_half_precisions():

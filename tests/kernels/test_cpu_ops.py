@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.kernels import cpu_ops
+from pdserve.kernels.cpu import ops as cpu_ops
 
 REPOSITORY = Path(__file__).parents[2]
 _ENV = {name: value for name, value in os.environ.items() if name not in ("CC", "CXX")}

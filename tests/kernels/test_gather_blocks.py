@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pdserve.kernels import reference_blocks
+from pdserve.kernels.reference import blocks as reference_blocks
 
 
 @pytest.mark.parametrize("num_words", [1, 1021, 4096, 9001])

@@ -11,14 +11,23 @@ from pathlib import Path
 import pytest
 import torch
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu_check.py"
+ROOT = Path(__file__).parents[2]
 FAST = ["ceilings", "rms_norm", "paged_decode_attention", "block_digest", "decode steps"]
 
 
 def _run(tmp_path: Path, *options: str, timeout_s: float) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-W", "ignore", str(SCRIPT), "--report", str(tmp_path / "report"), *options]
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-m",
+        "benchmarks.gpu_check",
+        "--report",
+        str(tmp_path / "report"),
+        *options,
+    ]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=timeout_s, env=env)
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=timeout_s, env=env, cwd=ROOT)
 
 
 def _steps(tmp_path: Path) -> dict[str, str]:

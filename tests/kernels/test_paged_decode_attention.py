@@ -5,8 +5,9 @@ import torch
 from paged import make_layer
 from tolerances import assert_close
 
-from pdserve.kernels import reference, reference_attention
 from pdserve.kernels.paged_decode_attention import tile_for
+from pdserve.kernels.reference import packed_attention as reference
+from pdserve.kernels.reference import paged_attention as reference_attention
 from pdserve.kernels.splits import SPLIT_TOKENS, workspace_bytes
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])

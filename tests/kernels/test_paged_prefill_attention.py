@@ -5,7 +5,8 @@ import torch
 from paged import make_layer
 from tolerances import assert_close
 
-from pdserve.kernels import reference, reference_attention
+from pdserve.kernels.reference import packed_attention as reference
+from pdserve.kernels.reference import paged_attention as reference_attention
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
 OPTIONS = [{}, {"sliding_window": 1}, {"sliding_window": 37}, {"softcap": 3.0}, {"sliding_window": 70, "softcap": 9.0}]

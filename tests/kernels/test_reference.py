@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.kernels import reference
-from pdserve.kernels.reference import pack, paged_attention, write_kv
+from pdserve.kernels.reference import packed_attention as reference
+from pdserve.kernels.reference.packed_attention import pack, paged_attention, write_kv
 
 HEAD_DIM = 8
 TOLERANCE = 2e-6  # float32 sums of at most a hundred terms of order one

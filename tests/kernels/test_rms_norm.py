@@ -4,7 +4,8 @@ import pytest
 import torch
 from tolerances import assert_close
 
-from pdserve.kernels import reference_layers, rms_norm
+from pdserve.kernels import rms_norm
+from pdserve.kernels.reference import layers as reference_layers
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])

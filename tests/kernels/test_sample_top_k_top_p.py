@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pdserve.engine.draw import draw, kernel_arguments
-from pdserve.kernels.reference_sampling import sample_top_k_top_p
+from pdserve.engine.sampling.draw import draw, kernel_arguments
+from pdserve.kernels.reference.sampling import sample_top_k_top_p
 
 FILTERS = {
     "greedy": (0.0, 0, 1.0, 0.0),

@@ -5,7 +5,7 @@ import torch
 from tolerances import assert_close
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from pdserve.kernels import reference_layers
+from pdserve.kernels.reference import layers as reference_layers
 
 SHAPES = [(1, 4, 2, 16), (5, 4, 4, 64), (137, 6, 1, 20), (17, 2, 2, 128), (0, 2, 1, 8)]
 IDS = ["one-token", "mha", "137-tokens-odd-head", "17-tokens", "empty"]

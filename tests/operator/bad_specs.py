@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pdserve.operator import service_schema as said
+from pdserve.operator.api import service_schema as said
 
 Json = dict[str, Any]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from pdserve.operator.rollout import PoolSeen, PoolStep
+from pdserve.operator.sizing.rollout import PoolSeen, PoolStep
 
 
 @dataclass

@@ -20,8 +20,8 @@ import torch
 
 from pdserve.transfer.base import Descriptor, PeerId, PullResult, Transport
 from pdserve.transfer.descriptor import decode_descriptor
-from pdserve.transfer.nixl import NixlTransport
-from pdserve.transfer.tcp import TcpTransport
+from pdserve.transfer.nixl.transport import NixlTransport
+from pdserve.transfer.tcp.transport import TcpTransport
 
 sys.path.insert(0, str(Path(__file__).parent))  # stubborn.py
 

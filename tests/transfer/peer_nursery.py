@@ -22,8 +22,8 @@ import torch
 from pdserve.transfer.base import Descriptor
 from pdserve.transfer.choose import choose_backend
 from pdserve.transfer.descriptor import decode_descriptor, encode_descriptor
-from pdserve.transfer.nixl import NixlTransport
-from pdserve.transfer.tcp import TcpTransport
+from pdserve.transfer.nixl.transport import NixlTransport
+from pdserve.transfer.tcp.transport import TcpTransport
 
 TCP_ONLY = Descriptor(
     backend="tcp", worker_id="w", generation="g", num_blocks=1, block_bytes=8, kv_signature="", payload=b""

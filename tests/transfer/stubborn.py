@@ -5,8 +5,8 @@ import torch
 from pdserve.errors import TransferError
 from pdserve.transfer.base import Descriptor, PullResult, PullState
 from pdserve.transfer.descriptor import seal
-from pdserve.transfer.pull import PullRequest, split_into_reads
-from pdserve.transfer.pull_rounds import PullRounds
+from pdserve.transfer.pulls.pull import PullRequest, split_into_reads
+from pdserve.transfer.pulls.pull_rounds import PullRounds
 
 BLOCK_BYTES = 1024
 DEAF = "deaf"

@@ -4,7 +4,7 @@ from pdserve.errors import TransferError
 from pdserve.transfer.base import Descriptor
 from pdserve.transfer.choose import choose_backend, usable_transports
 from pdserve.transfer.descriptor import seal
-from pdserve.transfer.nixl_payload import NixlPayload, encode_payload, has_rdma, one_sided_ways
+from pdserve.transfer.nixl.payload import NixlPayload, encode_payload, has_rdma, one_sided_ways
 
 
 def nixl(**facts):

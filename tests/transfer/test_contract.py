@@ -110,7 +110,7 @@ def test_an_agent_that_does_not_come_back_fails_cleanly_and_may_come_back_later(
 
     local.transport.connect(peer.descriptor)
     with monkeypatch.context() as patch:
-        patch.setattr("pdserve.transfer.nixl.NixlAgent", refuse)
+        patch.setattr("pdserve.transfer.nixl.transport.NixlAgent", refuse)
         with pytest.raises(TransferError, match="no more file descriptors"):
             local.transport.recreate()
     local.transport.serve()

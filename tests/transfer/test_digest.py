@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from pdserve.kernels import cpu_ops
+from pdserve.kernels.cpu import ops as cpu_ops
 from pdserve.transfer.digest import (
     DIGEST_BYTES,
     block_digests,

@@ -11,7 +11,7 @@ import time
 import pytest
 import torch
 
-from pdserve.engine.executors.cpu_weights import map_memory
+from pdserve.engine.executors.cpu.weights import map_memory
 from pdserve.worker.pages_ahead import PagesAhead, populate_pages
 
 MIB = 1 << 20

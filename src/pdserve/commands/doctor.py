@@ -25,7 +25,7 @@ from pdserve.local.ports import is_free
 from pdserve.local.redis_server import RedisServer, find_server_binary
 from pdserve.models.demo import INSTALL_COMMAND, find_demo_gguf
 from pdserve.models.resolve import home_folder, resolve_model
-from pdserve.transfer.cma import can_read
+from pdserve.transfer.nixl.cma import can_read
 
 _OLDEST_CAPABILITY = 80
 """Of a GPU: the first with bfloat16 and asynchronous copies."""
@@ -154,7 +154,7 @@ def compiler() -> Finding:
 
 def cpu_kernels() -> Finding:
     """The compiled kernels of the cpu executor."""
-    from pdserve.kernels import cpu_ops  # noqa: PLC0415  optional
+    from pdserve.kernels.cpu import ops as cpu_ops  # noqa: PLC0415  optional
 
     obstacle = cpu_ops.why_unavailable()
     if obstacle:

@@ -10,11 +10,11 @@ from typing import Any
 
 import yaml
 
-from pdserve.operator.crds import to_yaml
+from pdserve.operator.api.crds import to_yaml
+from pdserve.operator.api.spec import SpecError, read_service
 from pdserve.operator.facts import ClusterFacts, Owner
 from pdserve.operator.names import API_VERSION, REDIS, child, labels
-from pdserve.operator.objects import finished, plan_of
-from pdserve.operator.spec import SpecError, read_service
+from pdserve.operator.objects.plan import finished, plan_of
 
 Json = dict[str, Any]
 

@@ -12,18 +12,18 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from pdserve.engine.admission import HandOffGate, company_of
-from pdserve.engine.block_pool import BlockPool, BlockState, Holder, LedgerReport
 from pdserve.engine.executors.base import Executor, SequenceSlice
 from pdserve.engine.fits import check_fits_ever
-from pdserve.engine.kv_cache import BlockTables, holder_of
-from pdserve.engine.pace import Pace, num_admissible
-from pdserve.engine.sampler import SampledToken, sample
-from pdserve.engine.scheduler import NO_PACE, Schedule, Scheduler, work_of
+from pdserve.engine.kv.block_pool import BlockPool, BlockState, Holder, LedgerReport
+from pdserve.engine.kv.block_tables import BlockTables, holder_of
+from pdserve.engine.sampling.sampler import SampledToken, sample
+from pdserve.engine.sampling.stop import check_stop
+from pdserve.engine.scheduling.admission import HandOffGate, company_of
+from pdserve.engine.scheduling.scheduler import NO_PACE, Schedule, Scheduler, work_of
+from pdserve.engine.scheduling.step_targets import Pace, num_admissible
+from pdserve.engine.scheduling.step_time import StepTimeModel
 from pdserve.engine.sequence import Sequence, SequenceState
 from pdserve.engine.step_output import StepOutput
-from pdserve.engine.step_time import StepTimeModel
-from pdserve.engine.stop import check_stop
 from pdserve.errors import NoCapacityError
 from pdserve.messages import AttemptKey, TokenLogprobs
 

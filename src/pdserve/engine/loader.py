@@ -17,14 +17,14 @@ import psutil
 import torch
 
 from pdserve.engine.executors.base import Executor, KvCacheSpec
+from pdserve.engine.executors.cpu.packed_file import WeightSharing
 from pdserve.engine.executors.fake import FakeExecutor, FakeOptions
-from pdserve.engine.executors.packed_file import WeightSharing
 from pdserve.errors import ModelError, SettingError
 from pdserve.log import get_logger
 from pdserve.models.card import ModelCard
 
 if TYPE_CHECKING:
-    from pdserve.engine.executors.cuda_device import Device
+    from pdserve.engine.executors.cuda.device import Device
 
 logger = get_logger(__name__)
 
@@ -220,7 +220,7 @@ def _resolve_dtype(name: str, value: str, default: torch.dtype) -> torch.dtype:
 def _cpu_obstacle(model_path: Path) -> str | None:
     """Why the CPU executor cannot serve this model here; None when it can."""
     try:
-        from pdserve.engine.executors.cpu import cpu_executor_supports  # noqa: PLC0415 — optional kernels
+        from pdserve.engine.executors.cpu.executor import cpu_executor_supports  # noqa: PLC0415 — optional kernels
     except ImportError as error:
         return f"the CPU executor cannot be loaded ({error})"
     try:
@@ -242,7 +242,7 @@ def _load_fake(request: _Request) -> Executor:
 
 
 def _load_cpu(request: _Request) -> Executor:
-    from pdserve.engine.executors.cpu import CpuExecutor  # noqa: PLC0415 — optional kernels
+    from pdserve.engine.executors.cpu.executor import CpuExecutor  # noqa: PLC0415 — optional kernels
 
     return CpuExecutor.load(
         request.model_path,
@@ -257,7 +257,7 @@ def _load_cpu(request: _Request) -> Executor:
 
 
 def _load_transformers(request: _Request) -> Executor:
-    from pdserve.engine.executors.transformers import TransformersExecutor  # noqa: PLC0415 — not for the fake executor
+    from pdserve.engine.executors.stock.executor import TransformersExecutor  # noqa: PLC0415 — not for the fake executor
 
     _refuse_quantization(request, "transformers")
     return TransformersExecutor.load(
@@ -272,7 +272,7 @@ def _load_transformers(request: _Request) -> Executor:
 
 def _load_cuda(request: _Request) -> Executor:
     _refuse_quantization(request, "cuda")
-    from pdserve.engine.executors.cuda_device import CudaDevice  # noqa: PLC0415 — needs a GPU
+    from pdserve.engine.executors.cuda.device import CudaDevice  # noqa: PLC0415 — needs a GPU
 
     return _load_triton(request, CudaDevice(request.device), "cuda")
 
@@ -288,14 +288,14 @@ def _load_interpreted(request: _Request) -> Executor:
         expected = "a process that has not loaded Triton yet: set TRITON_INTERPRET=1 in its environment"
         raise SettingError("EXECUTOR", "triton-interpreter", expected)
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported
-    from pdserve.engine.executors.cuda_device import HostDevice  # noqa: PLC0415 — after the line above
+    from pdserve.engine.executors.cuda.device import HostDevice  # noqa: PLC0415 — after the line above
 
     return _load_triton(request, HostDevice(), "triton-interpreter")
 
 
 def _load_triton(request: _Request, device: Device, name: str) -> Executor:
-    from pdserve.engine.executors.cuda import CudaExecutor, StepBounds  # noqa: PLC0415 — not for the fake executor
-    from pdserve.engine.executors.cuda_kernels import triton_kernels  # noqa: PLC0415
+    from pdserve.engine.executors.cuda.executor import CudaExecutor, StepBounds  # noqa: PLC0415 — not for the fake executor
+    from pdserve.engine.executors.cuda.kernels import triton_kernels  # noqa: PLC0415
 
     return CudaExecutor.load(
         request.model_path,

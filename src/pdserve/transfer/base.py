@@ -2,7 +2,7 @@
 
 The interface speaks of block ids, never of addresses. Only readers write, and only into their own blocks.
 All methods but `expect` and `forget` (any thread, never block) may block for as long as a copy takes: they belong
-in the transfer thread (`transfer/puller.py`), never on an event loop or in the engine's step.
+in the transfer thread (`transfer/pulls/puller.py`), never on an event loop or in the engine's step.
 
 Reasons of failures are a closed set: lookup | connect | post | copy | verify | notify | timeout | aborted |
 generation | geometry | disconnected | nonce.

@@ -16,10 +16,10 @@ from typing import NamedTuple
 
 from pdserve.errors import TransferError
 from pdserve.transfer.base import Descriptor, Transport
-from pdserve.transfer.cma import can_read
-from pdserve.transfer.nixl import NixlTransport
-from pdserve.transfer.nixl_payload import NixlPayload, decode_payload
-from pdserve.transfer.tcp import TcpTransport
+from pdserve.transfer.nixl.cma import can_read
+from pdserve.transfer.nixl.payload import NixlPayload, decode_payload
+from pdserve.transfer.nixl.transport import NixlTransport
+from pdserve.transfer.tcp.transport import TcpTransport
 
 SETTINGS = ("auto", "nixl", "tcp")
 HAZARD = (

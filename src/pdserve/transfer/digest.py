@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pdserve.kernels import cpu_ops
+from pdserve.kernels.cpu import ops as cpu_ops
 from pdserve.transfer.memory import bytes_view
 
 DIGEST_BYTES = 16

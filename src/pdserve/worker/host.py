@@ -25,7 +25,7 @@ from pdserve.log import get_logger
 from pdserve.registration import WorkerRegistration, WorkerState
 from pdserve.worker.identity import Identity
 from pdserve.worker.inbox import Inbox
-from pdserve.worker.policy import Policy
+from pdserve.worker.role import Policy
 from pdserve.worker.tasks import TaskSet
 
 logger = get_logger(__name__)

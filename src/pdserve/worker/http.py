@@ -21,7 +21,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from pdserve.engine.block_pool import LedgerError, LedgerReport
+from pdserve.engine.kv.block_pool import LedgerError, LedgerReport
 from pdserve.errors import SettingError
 from pdserve.faults import Faults
 from pdserve.worker.attempts import Attempt

@@ -16,13 +16,13 @@ from pathlib import Path
 
 import torch
 
-from pdserve.engine.block_pool import LedgerReport
 from pdserve.engine.engine import Engine
 from pdserve.engine.executors.base import Executor
+from pdserve.engine.executors.cpu.packed_file import WeightSharing
 from pdserve.engine.executors.fake import FakeOptions
-from pdserve.engine.executors.packed_file import WeightSharing
+from pdserve.engine.kv.block_pool import LedgerReport
 from pdserve.engine.loader import choose_num_blocks, free_memory_bytes, load_executor
-from pdserve.engine.pace import Pace
+from pdserve.engine.scheduling.step_targets import Pace
 from pdserve.engine.sequence import Sequence
 from pdserve.log import get_logger
 from pdserve.messages import AttemptKey

@@ -21,7 +21,7 @@ from prometheus_client import CollectorRegistry
 
 from pdserve.bus.bus import Bus
 from pdserve.bus.registry import Registry, RegistryView
-from pdserve.engine.block_pool import LedgerReport
+from pdserve.engine.kv.block_pool import LedgerReport
 from pdserve.errors import SettingError
 from pdserve.faults import Faults
 from pdserve.http_server import HttpServer, listen, url_of
@@ -40,7 +40,7 @@ from pdserve.worker.identity import Identity
 from pdserve.worker.inbox import Inbox
 from pdserve.worker.load import LoadedModel, load_model, say_stage
 from pdserve.worker.pages_ahead import PagesAhead
-from pdserve.worker.policy import Policy
+from pdserve.worker.role import Policy
 from pdserve.worker.stages import StartStages, process_age_s
 from pdserve.worker.transports import TransportOptions, WorkerTransports
 from pdserve.worker.watch import WorkerWatch

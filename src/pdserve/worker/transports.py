@@ -20,8 +20,8 @@ from pdserve.registration import WorkerRegistration
 from pdserve.transfer.base import Descriptor, PeerId, Transport
 from pdserve.transfer.choose import choose_backend
 from pdserve.transfer.descriptor import decode_descriptor, encode_descriptor
-from pdserve.transfer.pull import PullFaults, PullOutcome, PullRequest
-from pdserve.transfer.puller import Puller
+from pdserve.transfer.pulls.pull import PullFaults, PullOutcome, PullRequest
+from pdserve.transfer.pulls.puller import Puller
 
 logger = get_logger(__name__)
 

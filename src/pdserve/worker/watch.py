@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from pdserve.engine.block_pool import LedgerReport
 from pdserve.engine.engine import Engine, StepOutput
+from pdserve.engine.kv.block_pool import LedgerReport
 from pdserve.metrics import labels
 from pdserve.metrics.worker import WorkerMetrics
 from pdserve.registration import WorkerLoad
-from pdserve.transfer.pull import PullOutcome
+from pdserve.transfer.pulls.pull import PullOutcome
 from pdserve.worker.rates import StepRates
 
 _TRANSFER_RESULTS = {"": "ok", "timeout": "timeout", "aborted": "aborted", "verify": "mismatch", "geometry": "rejected"}

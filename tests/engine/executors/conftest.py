@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from pdserve.engine.executors.cuda import CudaExecutor, StepBounds
-from pdserve.engine.executors.cuda_device import HostDevice
-from pdserve.engine.executors.cuda_kernels import eager_kernels
+from pdserve.engine.executors.cuda.device import HostDevice
+from pdserve.engine.executors.cuda.executor import CudaExecutor, StepBounds
+from pdserve.engine.executors.cuda.kernels import eager_kernels
 
 sys.path.insert(0, str(Path(__file__).parent))  # recorded_device.py
 

@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from pdserve.engine.executors.cuda_device import HostDevice
+from pdserve.engine.executors.cuda.device import HostDevice
 
 _WAITS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default)
 

@@ -1,0 +1,94 @@
+"""What a failed attempt means: is it somebody's fault, may the sequence go on, and what does the client hear.
+
+Pure decisions over closed sets of reasons; the state machine in sequence_machine.py applies them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pdserve.errors import InvalidRequestError, RequestError, UnavailableError
+from pdserve.messages import Failed
+
+FREE_REASONS = frozenset({"no_capacity", "draining"})
+"""Nobody's fault: such an end does not count against MAX_ATTEMPTS."""
+
+TRANSFER_REASONS = frozenset({"handoff_failed", "handoff_timeout", "integrity", "no_token0"})
+"""Ends of a hand-off that speak of the pair, not of the decode worker alone."""
+
+REASONS = (
+    *("no_capacity", "draining", "handoff_timeout", "handoff_failed", "integrity", "prefill_failed", "no_token0"),
+    *("prefill_timeout", "deadline", "too_long", "fingerprint", "schema", "step_failed", "restarting", "cancelled"),
+    *("worker_gone", "lost", "no_progress", "divergence", "other"),
+)
+"""Closed set of re-dispatch reasons: those of `messages.Failed`, then the gateway's own."""
+
+MAX_RUNNING_DEATHS = 2
+"""A sequence that was in the running step of two workers when they died is not given a third one to kill."""
+
+
+@dataclass(frozen=True, slots=True)
+class RetryLimits:
+    """Bounds of the state machine. Seconds unless named otherwise."""
+
+    max_attempts: int = 5
+    """Attempts that may end by a fault before the request fails."""
+    max_decode_faults: int = 2
+    """Decode workers that may fail one hand-off before its prefill worker is doubted too."""
+    kv_lease_s: float = 10.0
+    progress_timeout_s: float = 20.0
+    roster_grace_s: float = 1.0
+    """A heartbeat: a roster that arrives sooner after a job was sent may have been written before the job arrived."""
+    resend_interval_s: float = 0.5
+    """At most one ResendTokens per this time: the answer needs a round trip."""
+    min_backoff_s: float = 0.02
+    max_backoff_s: float = 1.0
+
+    def backoff_s(self, num_retries: int) -> float:
+        """Pause before the retry with this number (1 = the first): doubling, bounded."""
+        return float(min(self.max_backoff_s, self.min_backoff_s * 2 ** min(num_retries - 1, 16)))
+
+
+def reason_label(reason: str) -> str:
+    """The reason as a member of the closed set."""
+    return reason if reason in REASONS else "other"
+
+
+def error_of_failed(failed: Failed, num_prompt_tokens: int) -> RequestError:
+    """What the client hears when a worker says that trying again is pointless."""
+    if failed.reason == "too_long":
+        return InvalidRequestError(
+            f"The prompt of {num_prompt_tokens} tokens is longer than a worker of this model accepts; shorten it.",
+            code="context_length_exceeded",
+        )
+    if failed.reason == "deadline":
+        return deadline_error()
+    return RequestError(
+        f"The request could not be computed ({reason_label(failed.reason)}).", code=reason_label(failed.reason)
+    )
+
+
+def deadline_error() -> RequestError:
+    """The request's own deadline passed."""
+    return RequestError(
+        "The request did not finish before its deadline; ask for fewer tokens or a later deadline.",
+        status=504,
+        code="deadline_exceeded",
+    )
+
+
+def attempts_error(num_attempts: int, reason: str) -> RequestError:
+    """MAX_ATTEMPTS is used up."""
+    return UnavailableError(
+        f"The request failed on {num_attempts} attempts, the last one by {reason_label(reason)}; try again.",
+        code="attempts_exhausted",
+        retry_after_s=1.0,
+    )
+
+
+def running_deaths_error() -> RequestError:
+    """The running step of two workers died with this sequence in it."""
+    return RequestError(
+        f"{MAX_RUNNING_DEATHS} workers died while they were computing this request; it is not tried again.",
+        code="worker_died",
+    )

@@ -1,0 +1,115 @@
+"""Writes an answer to the client, as one JSON body or as server-sent events. Step 8 of 8 of a request's way.
+
+Before: choice_output.py made text of tokens. After: the client.
+
+The status line goes out with the first bytes and not before, so that whatever fails until then keeps its real
+status. Every event has an `id`. Events that are ready together go out in one write. A client that does not
+read for too long is given up. After a failure in mid-stream comes an `error` event and no `[DONE]`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+import msgspec
+
+from pdserve.errors import RequestError
+from pdserve.gateway.http.error_body import Headers, error_object, error_response
+
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+_STREAM_HEADERS: Headers = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+_JSON_HEADERS: Headers = [(b"content-type", b"application/json")]
+_encode = msgspec.json.Encoder().encode
+
+
+class SlowClientError(Exception):
+    """The client did not read for longer than it may."""
+
+
+class Responder:
+    """The way back to one client."""
+
+    def __init__(self, send: Send, *, request_id: str, headers: Headers, stall_timeout_s: float) -> None:
+        """`headers`: sent with every kind of response."""
+        self.status: int | None = None
+        """Sent status; None before."""
+        self.is_closed = False
+        self._send, self._request_id, self._headers = send, request_id.encode(), headers
+        self._stall_timeout_s = stall_timeout_s
+        self._num_events = 0
+        self._pending: list[bytes] = []
+
+    # --- in one piece
+
+    async def json(self, body: Any, *, status: int = 200, headers: Headers | None = None) -> None:
+        """A whole response; `body` is encoded unless it is bytes."""
+        data = body if isinstance(body, bytes) else _encode(body)
+        length = [(b"content-length", str(len(data)).encode())]
+        await self._start(status, [*(headers or _JSON_HEADERS), *length])
+        await self._write(data, is_last=True)
+
+    async def fail(self, error: RequestError) -> None:
+        """The error's status and body, or an error event when the stream has begun. Ends the response."""
+        if self.is_closed:
+            return
+        if self.status is None:
+            status, headers, body = error_response(error)
+            await self.json(body, status=status, headers=headers)
+            return
+        self.add(error_object(error))
+        await self._write(self._take(), is_last=True)
+
+    # --- as events
+
+    def add(self, event: Any) -> None:
+        """Queue one event for the next write."""
+        self._add(_encode(event))
+
+    async def flush(self) -> None:
+        """Write all queued events at once; the first time the response begins."""
+        if self.status is None:
+            await self._start(200, _STREAM_HEADERS)
+        await self._write(self._take())
+
+    async def keep_alive(self) -> None:
+        """A comment, which clients ignore and proxies take for traffic."""
+        self._pending.append(b": keep-alive\n\n")
+        await self.flush()
+
+    async def done(self) -> None:
+        """The real end."""
+        self._add(b"[DONE]")
+        if self.status is None:
+            await self._start(200, _STREAM_HEADERS)
+        await self._write(self._take(), is_last=True)
+
+    def _add(self, data: bytes) -> None:
+        self._pending.append(b"id: %s:%d\ndata: %s\n\n" % (self._request_id, self._num_events, data))
+        self._num_events += 1
+
+    def _take(self) -> bytes:
+        data, self._pending = b"".join(self._pending), []
+        return data
+
+    async def _start(self, status: int, headers: Headers) -> None:
+        self.status = status
+        await self._bounded({"type": "http.response.start", "status": status, "headers": [*headers, *self._headers]})
+
+    async def _write(self, data: bytes, *, is_last: bool = False) -> None:
+        self.is_closed = is_last
+        await self._bounded({"type": "http.response.body", "body": data, "more_body": not is_last})
+
+    async def _bounded(self, message: MutableMapping[str, Any]) -> None:
+        try:
+            async with asyncio.timeout(self._stall_timeout_s):
+                await self._send(message)
+        except TimeoutError:
+            self.is_closed = True
+            raise SlowClientError from None

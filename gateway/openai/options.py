@@ -1,0 +1,221 @@
+"""What chat and completions have in common in a request: sampling, limits, stops, streaming. Ranges as in api.md.
+
+Pure: reads a JSON object, knows the vocabulary's size, and no model, prompt or worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from pdserve.errors import InvalidRequestError
+from pdserve.gateway.http.fields import INT64, Fields, as_finite
+from pdserve.sampling_params import SamplingParams
+
+MAX_CHOICES = 128
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 16
+MAX_STOP_LENGTH = 1024
+"""Characters: the gateway looks for every stop string in every piece of text."""
+MAX_STOP_TOKEN_IDS = 128
+MAX_LOGIT_BIAS = 300
+MAX_TOKENS = 2**31 - 1
+MAX_CACHE_SALT_LENGTH = 256
+
+_UNSUPPORTED = {
+    "structured_outputs": "structured output is not supported yet",
+    "guided_json": "structured output is not supported yet",
+    "guided_regex": "structured output is not supported yet",
+    "guided_choice": "structured output is not supported yet",
+    "guided_grammar": "structured output is not supported yet",
+    "prompt_logprobs": "log-probabilities of the prompt are not supported yet",
+}
+
+
+@dataclass(frozen=True)
+class StreamOptions:
+    """How the answer is sent."""
+
+    is_stream: bool = False
+    has_usage: bool = False
+    """A last chunk with the usage."""
+    has_timing: bool = False
+    """`usage.timing`: where the time went."""
+    has_token_ids: bool = False
+
+
+@dataclass(frozen=True)
+class Options:
+    """One request's options; prompt and choices' limits are resolved later, when the prompt's length is known."""
+
+    n: int
+    max_tokens: int | None
+    """None: not given."""
+    sampling: SamplingParams
+    """Its max_tokens is preliminary: see `sampling_for`."""
+    stops: tuple[str, ...]
+    is_stop_included: bool
+    skip_special_tokens: bool
+    stream: StreamOptions
+    priority: int
+    cache_salt: str
+
+    def sampling_for(self, num_prompt_tokens: int, limit: int, default_max_tokens: int | None) -> SamplingParams:
+        """The final sampling parameters.
+
+        Args:
+            num_prompt_tokens: of this prompt.
+            limit: tokens of prompt and output together that can be served.
+            default_max_tokens: when the client gave none; None = all that is left.
+
+        Raises:
+            InvalidRequestError: prompt and output do not fit, or min_tokens exceeds the output's limit.
+        """
+        max_tokens = self.max_tokens if self.max_tokens is not None else default_max_tokens
+        if max_tokens is None:
+            max_tokens = max(1, limit - num_prompt_tokens)
+        if num_prompt_tokens + max_tokens > limit:
+            raise InvalidRequestError(
+                f"This model's maximum context length is {limit} tokens; the request has {num_prompt_tokens} prompt "
+                f"tokens and asks for {max_tokens} more: shorten the prompt or lower max_tokens.",
+                param="max_tokens" if num_prompt_tokens < limit else "prompt",
+                code="context_length_exceeded",
+            )
+        if self.sampling.min_tokens > max_tokens:
+            raise InvalidRequestError(
+                f"min_tokens is {self.sampling.min_tokens}, more than max_tokens, {max_tokens}",
+                param="min_tokens",
+                code="invalid_value",
+            )
+        return msgspec.structs.replace(self.sampling, max_tokens=max_tokens)
+
+
+def read_options(
+    fields: Fields,
+    *,
+    vocab_size: int,
+    max_tokens: int | None,
+    logprobs: int | None,
+    draw_seed: Callable[[], int],
+    has_timing_header: bool,
+) -> Options:
+    """Everything that chat and completions share.
+
+    Args:
+        max_tokens: as the endpoint read it (each has its own names and lower bound).
+        logprobs: alternatives per token, None = off, as the endpoint read it.
+        has_timing_header: `X-PDServe-Timing: 1` asks for `usage.timing`.
+
+    Raises:
+        InvalidRequestError: `param` names the field.
+    """
+    for name, sentence in _UNSUPPORTED.items():
+        fields.forbid(name, sentence)
+    min_tokens = fields.integer("min_tokens", 0, 0, MAX_TOKENS)
+    if max_tokens and min_tokens > max_tokens:
+        raise fields.refuse("min_tokens", f"at most max_tokens, {max_tokens}")
+    seed = fields.integer("seed", None, INT64.start, INT64.stop - 1)
+    return Options(
+        n=fields.integer("n", 1, 1, MAX_CHOICES),
+        max_tokens=max_tokens,
+        sampling=SamplingParams(
+            seed=draw_seed() if seed is None else seed,
+            max_tokens=max_tokens or 1,
+            min_tokens=min_tokens,
+            temperature=fields.number("temperature", 1.0, 0.0, 2.0),
+            top_k=_top_k(fields, vocab_size),
+            top_p=fields.number("top_p", 1.0, 0.0, 1.0, is_low_open=True),
+            min_p=fields.number("min_p", 0.0, 0.0, 1.0),
+            repetition_penalty=fields.number("repetition_penalty", 1.0, 0.0, float("inf"), is_low_open=True),
+            presence_penalty=fields.number("presence_penalty", 0.0, -2.0, 2.0),
+            frequency_penalty=fields.number("frequency_penalty", 0.0, -2.0, 2.0),
+            logit_bias=_logit_bias(fields, vocab_size),
+            ignore_eos=fields.boolean("ignore_eos", False),
+            stop_token_ids=tuple(fields.token_ids("stop_token_ids", vocab_size, max_items=MAX_STOP_TOKEN_IDS)),
+            logprobs=None if logprobs is None else min(logprobs, vocab_size),
+        ),
+        stops=_stops(fields),
+        is_stop_included=fields.boolean("include_stop_str_in_output", False),
+        skip_special_tokens=fields.boolean("skip_special_tokens", True),
+        stream=_stream_options(fields, has_timing_header),
+        priority=fields.integer("priority", 0, -(2**31), 2**31 - 1),
+        cache_salt=fields.text("cache_salt", "", max_length=MAX_CACHE_SALT_LENGTH),
+    )
+
+
+def _top_k(fields: Fields, vocab_size: int) -> int:
+    """-1 and 0 are off; more than the vocabulary is all of it, which is off too."""
+    top_k = fields.integer("top_k", 0, -1, MAX_TOKENS)
+    return 0 if top_k < 1 or top_k >= vocab_size else top_k
+
+
+def _logit_bias(fields: Fields, vocab_size: int) -> dict[int, float]:
+    given = fields.object("logit_bias")
+    if given is None:
+        return {}
+    if len(given.values) > MAX_LOGIT_BIAS:
+        raise InvalidRequestError(
+            f"logit_bias has {len(given.values)} entries, at most {MAX_LOGIT_BIAS} are served",
+            param="logit_bias",
+            code="invalid_value",
+        )
+    return {_bias_key(key, vocab_size): given.number(key, 0.0, -100.0, 100.0) for key in given.values}
+
+
+def _bias_key(key: str, vocab_size: int) -> int:
+    is_number = key.isascii() and key.isdigit() and len(key) <= 10
+    if not is_number or int(key) >= vocab_size:
+        raise InvalidRequestError(
+            f"logit_bias keys must be token ids in [0, {vocab_size}); {key[:40]!r} is none",
+            param="logit_bias",
+            code="invalid_value",
+        )
+    return int(key)
+
+
+def _stops(fields: Fields) -> tuple[str, ...]:
+    given = fields.get("stop")
+    stops = [given] if isinstance(given, str) else ([] if given is None else given)
+    is_good = isinstance(stops, list) and len(stops) <= MAX_STOP_STRINGS
+    if not is_good or not all(isinstance(stop, str) and 0 < len(stop) <= MAX_STOP_LENGTH for stop in stops):
+        raise fields.refuse(
+            "stop", f"up to {MAX_STOP_STRINGS} non-empty strings of at most {MAX_STOP_LENGTH} characters"
+        )
+    return tuple(dict.fromkeys(stops))
+
+
+def _stream_options(fields: Fields, has_timing_header: bool) -> StreamOptions:
+    is_stream = fields.boolean("stream", False)
+    given = fields.object("stream_options")
+    if given is not None and not is_stream:
+        raise InvalidRequestError("stream_options is only allowed with stream: true", param="stream_options")
+    given = given or Fields({}, "stream_options")
+    return StreamOptions(
+        is_stream=is_stream,
+        has_usage=given.boolean("include_usage", False),
+        has_timing=given.boolean("include_timing", False) or has_timing_header,
+        has_token_ids=fields.boolean("return_token_ids", False),
+    )
+
+
+def check_response_format(fields: Fields) -> None:
+    """Text is served, structured output not yet."""
+    given = fields.object("response_format")
+    if given is None:
+        return
+    kind: Any = given.get("type")
+    if kind in ("json_object", "json_schema"):
+        raise InvalidRequestError(
+            f"response_format {kind} is not supported yet", param="response_format", code="not_supported"
+        )
+    if kind != "text":
+        raise given.refuse("type", "text, json_object or json_schema")
+
+
+def finite_logprob(value: float) -> float:
+    """JSON knows no infinity: a token that was masked has -9999."""
+    number = as_finite(value)
+    return -9999.0 if number is None or number < -9999.0 else number

@@ -1,0 +1,111 @@
+"""Text ↔ token ids over HTTP, and the model list: nothing here asks a worker.
+
+`/v1/chat/completions/render` shows the exact text and token ids that a chat request would send to the model.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from fastapi import APIRouter, FastAPI
+from fastapi.responses import JSONResponse
+from starlette.routing import Route
+
+from pdserve.errors import InvalidRequestError
+from pdserve.gateway.http.error_body import http_error
+from pdserve.gateway.http.fields import Fields
+from pdserve.gateway.openai.chat_request import read_chat
+from pdserve.gateway.openai.endpoint import PostEndpoint
+from pdserve.gateway.openai.frontend import Call, Frontend
+from pdserve.gateway.text.chat_prompt import Prompt
+
+
+async def tokenize(frontend: Frontend, call: Call, fields: Fields) -> None:
+    """A raw text (`prompt`) or a chat (`messages`) → token ids."""
+    frontend.check_model(fields)
+    if fields.has("messages"):
+        prompt = await frontend.in_thread(frontend.prompts.build, read_chat(fields))
+        token_ids = prompt.token_ids
+    else:
+        token_ids = await frontend.in_thread(
+            frontend.prompts.tokenizer.encode,
+            _required_text(fields, "prompt"),
+            add_special_tokens=fields.boolean("add_special_tokens", True),
+        )
+    body: dict[str, Any] = {
+        "count": len(token_ids),
+        "max_model_len": frontend.card.max_model_len,
+        "tokens": token_ids,
+        "token_strs": None,
+    }
+    if fields.boolean("return_token_strs", False):
+        entry = frontend.prompts.tokenizer.backend_tokenizer.id_to_token
+        body["token_strs"] = await frontend.in_thread(lambda: [entry(token_id) for token_id in token_ids])
+    await call.responder.json(body)
+
+
+async def detokenize(frontend: Frontend, call: Call, fields: Fields) -> None:
+    """Token ids → text, special tokens included."""
+    frontend.check_model(fields)
+    if not isinstance(fields.get("tokens"), list):
+        raise fields.refuse("tokens", "a list of token ids")
+    token_ids = fields.token_ids("tokens", frontend.card.vocab_size)
+    await call.responder.json({"prompt": await frontend.in_thread(frontend.prompts.tokenizer.decode, token_ids)})
+
+
+async def render(frontend: Frontend, call: Call, fields: Fields) -> None:
+    """What a chat request sends to the model, without sending it."""
+    frontend.check_model(fields)
+    prompt: Prompt = await frontend.in_thread(frontend.prompts.build, read_chat(fields))
+    await call.responder.json(
+        {
+            "model": frontend.card.served_name,
+            "prompt": prompt.text,
+            "prompt_token_ids": prompt.token_ids,
+            "num_prompt_tokens": len(prompt.token_ids),
+        }
+    )
+
+
+def add_text_routes(app: FastAPI, frontend: Frontend) -> None:
+    """Add the routes of this file."""
+    for prefix in ("", "/v1"):
+        for name, handler in (("tokenize", tokenize), ("detokenize", detokenize)):
+            app.router.routes.append(Route(f"{prefix}/{name}", PostEndpoint(frontend, handler), methods=["POST"]))
+    rendering = PostEndpoint(frontend, render)
+    app.router.routes.append(Route("/v1/chat/completions/render", rendering, methods=["POST"]))
+    app.include_router(_model_routes(frontend))
+
+
+def _model_routes(frontend: Frontend) -> APIRouter:
+    router = APIRouter()
+    card = frontend.card
+    model = {
+        "id": card.served_name,
+        "object": "model",
+        "created": int(time.time()),
+        "owned_by": "pdserve",
+        "root": card.served_name,
+        "parent": None,
+        "max_model_len": card.max_model_len,
+    }
+
+    @router.get("/v1/models")
+    async def list_models() -> JSONResponse:
+        return JSONResponse({"object": "list", "data": [model]})
+
+    @router.get("/v1/models/{name:path}")
+    async def one_model(name: str) -> JSONResponse:
+        if name != card.served_name:
+            raise http_error(404, f"The model {name[:80]!r} does not exist here.", code="model_not_found")
+        return JSONResponse(model)
+
+    return router
+
+
+def _required_text(fields: Fields, name: str) -> str:
+    text = fields.text(name)
+    if text is None:
+        raise InvalidRequestError(f"{name} or messages must be given", param=name)
+    return text

@@ -1,0 +1,254 @@
+"""Where a prompt or a hand-off goes *now*, or why it has to wait: the router's choice within the workers' windows.
+
+Pure apart from the ledger of what is outstanding. A prompt goes out only when its P has room and the decode pool
+can take what comes out of it, so that P never holds KV blocks that nobody can fetch.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Mapping
+from dataclasses import dataclass, field
+
+from pdserve.gateway.dispatch.actions import WorkerRef
+from pdserve.gateway.routing.prefixes import BLOCKS_PER_SPAN, PrefixMemory, prefix_hashes
+from pdserve.gateway.routing.router import DecodeLoad, PrefillLoad, Router, ref_of
+from pdserve.gateway.routing.windows import Windows
+from pdserve.registration import Role, WorkerRegistration
+
+Workers = Mapping[str, WorkerRegistration]
+
+
+class Wait(enum.Enum):
+    """Why there is no choice now."""
+
+    NO_PAIR = "no_pair"
+    """No such worker is ready."""
+    NO_ROOM = "no_room"
+    """The worker, or the whole decode pool, is full at the moment."""
+    ALL_REFUSED = "all_refused"
+    """Every decode worker there is had this attempt before."""
+
+
+@dataclass(slots=True, eq=False)
+class Demand:
+    """What a request (all choices together) or one sequence asks for."""
+
+    token_ids: list[int]
+    num_choices: int
+    will_decode: bool
+    is_local: bool = False
+    """No hand-off: the decode worker computes the prompt itself."""
+    cache_salt: str = ""
+    pinned_prefill: str | None = None
+    pinned_decode: str | None = None
+    is_pin_strict: bool = True
+    """First dispatch: the pinned pair or none. Later: the pinned pair if it is there."""
+    _hashes: dict[int, list[int]] = field(default_factory=dict)
+
+    def hashes(self, block_size: int) -> list[int]:
+        """Prefix hashes of the prompt, computed once per block size."""
+        if block_size not in self._hashes:
+            self._hashes[block_size] = prefix_hashes(self.token_ids, BLOCKS_PER_SPAN * block_size, self.cache_salt)
+        return self._hashes[block_size]
+
+    def num_decode_blocks(self, block_size: int) -> int:
+        """What D reserves per choice: the prompt's blocks plus one."""
+        return -(-len(self.token_ids) // block_size) + 1 if self.will_decode or self.is_local else 0
+
+
+class Placement:
+    """Knows what is outstanding where. Keys are attempts' sequences."""
+
+    def __init__(self, router: Router, *, settle_after_s: float, is_inbox_full: Callable[[WorkerRef], bool]) -> None:
+        self.router = router
+        self.prefixes = PrefixMemory()
+        self.prefill_windows, self.decode_windows = Windows(settle_after_s), Windows(settle_after_s)
+        self._is_inbox_full = is_inbox_full
+        self._unbound: dict[Hashable, tuple[str, int]] = {}
+        self._num_unbound_blocks: Counter[str] = Counter()
+
+    def has_workers(self, demand: Demand, workers: Workers) -> bool:
+        """Whether anybody could serve this demand, now or when there is room."""
+        if demand.is_local:
+            return bool(_pinned_decode(self.router.ready(workers, Role.DECODE), demand))
+        return bool(_pinned(*self.router.pairs(workers), demand)[0])
+
+    def computing(self, demand: Demand, workers: Workers) -> list[WorkerRegistration]:
+        """Workers of the role that computes the prompt."""
+        return self.router.ready(workers, Role.DECODE) if demand.is_local else self.router.pairs(workers)[0]
+
+    # --- prompts
+
+    def find_prefill(
+        self, demand: Demand, workers: Workers, now_s: float, blocked: set[WorkerRef]
+    ) -> WorkerRegistration | Wait:
+        """The P for a prompt. `blocked`: workers that an entry further ahead waits for; extended here."""
+        prefill, decode = self.router.pairs(workers)
+        prefill, decode = _pinned(prefill, decode, demand)
+        if not prefill:
+            return Wait.NO_PAIR
+        roomy = {worker.kv_signature for worker in decode if self._has_decode_room(demand, worker.kv_signature, decode)}
+        blocked.update(ref_of(worker) for worker in prefill if worker.kv_signature not in roomy)
+        candidates = [
+            worker for worker in prefill if worker.kv_signature in roomy and not self._is_inbox_full(ref_of(worker))
+        ]
+        chosen = self.router.choose_prefill(candidates, lambda worker: self._prefill_load(demand, worker), now_s)
+        if chosen is None:
+            return Wait.NO_ROOM
+        ref = ref_of(chosen)
+        if ref in blocked or not self._has_prefill_room(demand, chosen):
+            blocked.add(ref)
+            return Wait.NO_ROOM
+        return chosen
+
+    def find_local(
+        self, demand: Demand, workers: Workers, now_s: float, blocked: set[WorkerRef]
+    ) -> WorkerRegistration | Wait:
+        """The D that computes a prompt itself. `blocked`: as for `find_prefill`."""
+        decode = _pinned_decode(self.router.ready(workers, Role.DECODE), demand)
+        if not decode:
+            return Wait.NO_PAIR
+        signatures = {worker.kv_signature for worker in decode}
+        roomy = {signature for signature in signatures if self._has_decode_room(demand, signature, decode)}
+        candidates = [worker for worker in self._with_room(demand, decode) if worker.kv_signature in roomy]
+        free = [worker for worker in candidates if ref_of(worker) not in blocked]
+        chosen = self.router.choose_decode(free, lambda worker: self._decode_load(demand, worker), now_s, None)
+        if chosen is None:
+            blocked.update(map(ref_of, decode))
+            return Wait.NO_ROOM
+        return chosen
+
+    def num_guessed_tokens(self, demand: Demand, worker: WorkerRegistration) -> int:
+        """Prompt tokens that the worker probably has in its prefix cache."""
+        hashes = demand.hashes(worker.block_size)
+        return self.prefixes.num_hit_spans(ref_of(worker), hashes) * BLOCKS_PER_SPAN * worker.block_size
+
+    def num_uncached_tokens(self, demand: Demand, worker: WorkerRegistration) -> int:
+        """Prompt tokens that the worker would have to compute, as far as its guesses have come true."""
+        guessed = self.num_guessed_tokens(demand, worker) * self.prefixes.credit(ref_of(worker))
+        return max(1, len(demand.token_ids) - int(guessed))
+
+    def take_prefill(self, key: Hashable, demand: Demand, worker: WorkerRegistration, now_s: float) -> None:
+        """A PrefillJob goes out."""
+        ref = ref_of(worker)
+        self.prefill_windows.take(ref, key, self.num_uncached_tokens(demand, worker), now_s)
+        self.prefixes.note_sent(ref, demand.hashes(worker.block_size), worker.num_blocks // BLOCKS_PER_SPAN)
+        self.release_unbound(key)
+        num_blocks = demand.num_decode_blocks(worker.block_size)
+        self._unbound[key] = (worker.kv_signature, num_blocks)
+        self._num_unbound_blocks[worker.kv_signature] += num_blocks
+
+    # --- hand-offs
+
+    def find_decode(
+        self,
+        demand: Demand,
+        workers: Workers,
+        now_s: float,
+        prefill: WorkerRegistration,
+        refused: Collection[WorkerRef] = (),
+    ) -> WorkerRegistration | Wait:
+        """The D for a hand-off from `prefill`."""
+        ready = [w for w in self.router.ready(workers, Role.DECODE) if w.kv_signature == prefill.kv_signature]
+        usable = [worker for worker in ready if ref_of(worker) not in refused]
+        if not usable:
+            return Wait.ALL_REFUSED if ready else Wait.NO_PAIR
+        pinned = [worker for worker in usable if worker.worker_id == demand.pinned_decode]
+        candidates = self._with_room(demand, pinned or usable)
+        chosen = self.router.choose_decode(candidates, lambda worker: self._decode_load(demand, worker), now_s, prefill)
+        return chosen if chosen is not None else Wait.NO_ROOM
+
+    def take_decode(self, key: Hashable, demand: Demand, worker: WorkerRegistration, now_s: float) -> None:
+        """A DecodeJob goes out."""
+        self.release_unbound(key)
+        self.decode_windows.take(ref_of(worker), key, demand.num_decode_blocks(worker.block_size), now_s)
+
+    def release_unbound(self, key: Hashable) -> None:
+        """The sequence needs no decode worker any more, or has one."""
+        kv_signature, num_blocks = self._unbound.pop(key, ("", 0))
+        self._num_unbound_blocks[kv_signature] -= num_blocks
+
+    def forget(self, worker: WorkerRef) -> None:
+        """The worker is gone, with its queue and its cache."""
+        self.prefixes.forget(worker)
+        self.prefill_windows.forget(worker)
+        self.decode_windows.forget(worker)
+
+    def refresh(self, worker: WorkerRegistration, now_s: float) -> None:
+        """A newer registration of this worker was read."""
+        self.prefill_windows.refresh(ref_of(worker), now_s)
+        self.decode_windows.refresh(ref_of(worker), now_s)
+
+    # --- room
+
+    def _has_prefill_room(self, demand: Demand, worker: WorkerRegistration) -> bool:
+        ref = ref_of(worker)
+        if not self.prefill_windows.has_any(ref):
+            return True
+        return self.prefill_windows.total(ref) + self.num_uncached_tokens(demand, worker) <= worker.window
+
+    def _has_decode_room(self, demand: Demand, kv_signature: str, decode: list[WorkerRegistration]) -> bool:
+        """Whether the decode pool can take this prompt beside those whose decode worker is not chosen yet."""
+        pool = [worker for worker in decode if worker.kv_signature == kv_signature]
+        needed = demand.num_choices * demand.num_decode_blocks(pool[0].block_size)
+        is_idle = not self._num_unbound_blocks[kv_signature] and not any(
+            self.decode_windows.has_any(ref_of(worker)) for worker in pool
+        )
+        num_free = sum(self._free_blocks(worker, demand) for worker in pool)
+        return is_idle or not needed or self._num_unbound_blocks[kv_signature] + needed <= num_free
+
+    def _with_room(self, demand: Demand, decode: list[WorkerRegistration]) -> list[WorkerRegistration]:
+        """Those that can take one sequence of this demand now."""
+        return [
+            worker
+            for worker in decode
+            if self._free_blocks(worker, demand) > 0 and not self._is_inbox_full(ref_of(worker))
+        ]
+
+    def _free_blocks(self, worker: WorkerRegistration, demand: Demand) -> int:
+        """Blocks that one sequence of this demand may use there; 0: it has to wait. An idle D takes any one."""
+        ref, needed = ref_of(worker), demand.num_decode_blocks(worker.block_size)
+        num_free = worker.window - self.decode_windows.unsettled(ref)
+        if not self.decode_windows.has_any(ref):
+            num_free = max(num_free, needed, 1)
+        return num_free if num_free >= max(needed, 1) else 0
+
+    def _prefill_load(self, demand: Demand, worker: WorkerRegistration) -> PrefillLoad:
+        return PrefillLoad(
+            num_queued_tokens=max(0, worker.load.waiting_tokens + self.prefill_windows.unsettled(ref_of(worker))),
+            num_uncached_tokens=self.num_uncached_tokens(demand, worker),
+        )
+
+    def _decode_load(self, demand: Demand, worker: WorkerRegistration) -> DecodeLoad:
+        ref, load = ref_of(worker), worker.load
+        return DecodeLoad(
+            num_sequences=load.num_running + load.num_waiting + self.decode_windows.num_unsettled(ref),
+            num_free_blocks=max(load.num_available_blocks, worker.window) - self.decode_windows.unsettled(ref),
+            num_needed_blocks=demand.num_decode_blocks(worker.block_size),
+        )
+
+
+def _pinned(
+    prefill: list[WorkerRegistration], decode: list[WorkerRegistration], demand: Demand
+) -> tuple[list[WorkerRegistration], list[WorkerRegistration]]:
+    """The workers that the pins allow; loose pins allow everyone when the pinned ones are not there."""
+    if demand.pinned_prefill is None and demand.pinned_decode is None:
+        return prefill, decode
+    only_decode = [worker for worker in decode if demand.pinned_decode in (None, worker.worker_id)]
+    signatures = {worker.kv_signature for worker in only_decode}
+    only_prefill = [
+        worker
+        for worker in prefill
+        if demand.pinned_prefill in (None, worker.worker_id) and worker.kv_signature in signatures
+    ]
+    if only_prefill and only_decode:
+        return only_prefill, only_decode
+    return ([], []) if demand.is_pin_strict else (prefill, decode)
+
+
+def _pinned_decode(decode: list[WorkerRegistration], demand: Demand) -> list[WorkerRegistration]:
+    """The same for a prompt that its decode worker computes."""
+    only = [worker for worker in decode if demand.pinned_decode in (None, worker.worker_id)]
+    return only if only or demand.is_pin_strict else decode

@@ -1,0 +1,204 @@
+"""Text ↔ token ids with the `tokenizers` library alone. Blocking: called in worker threads, never on the loop.
+
+`encode_batch_fast` releases the interpreter lock where `encode` holds it, so a long prompt stalls no stream.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import threading
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer
+
+from pdserve.errors import InvalidRequestError, ModelError
+from pdserve.gateway.detokenize import Detokenizer
+from pdserve.gateway.text.control_tokens import ControlTokens, Marks, Occurrence
+from pdserve.gateway.text.token_bytes import TokenBytes
+
+_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class ModelTokenizer:
+    """The tokenizer of one model folder; safe to use from several threads."""
+
+    def __init__(self, tokenizer: Tokenizer, special_tokens: dict[str, str], output_literals: str = "") -> None:
+        """`special_tokens`: bos_token, eos_token, …; `output_literals`: what the chat template writes."""
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self.backend_tokenizer = tokenizer
+        self.special_tokens = special_tokens
+        self.token_bytes = TokenBytes.of(tokenizer)
+        added = tokenizer.get_added_tokens_decoder().values()
+        self.special_ids = frozenset(
+            index for index, token in tokenizer.get_added_tokens_decoder().items() if token.special
+        )
+        """Ids whose text is not shown to clients unless they ask."""
+        special = {token.content for token in added if token.special} | set(special_tokens.values())
+        written = {t.content for t in added if t.content in output_literals and not t.content.isspace()}
+        self.control_tokens = ControlTokens(frozenset(special | written), frozenset(token.content for token in added))
+        self._lock = threading.Lock()
+
+    @classmethod
+    def load(cls, path: Path, output_literals: str = "") -> ModelTokenizer:
+        """Read a model folder.
+
+        Raises:
+            ModelError: the folder has no readable tokenizer.json.
+        """
+        return cls(_read_tokenizer(path), read_special_tokens(path), output_literals)
+
+    # --- text → ids
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Ids of a text in which special-token strings are tokens."""
+        return _encode(self.backend_tokenizer, text, add_special_tokens)
+
+    def encode_chat(self, rendered: str, marks: Marks | None) -> tuple[str, list[int]]:
+        """(text, ids) of a rendered chat whose client strings carry `marks`: only the template writes control tokens.
+
+        Raises:
+            InvalidRequestError: the tokenizer makes a control token even of the single characters of a text.
+        """
+        if marks is None:
+            return rendered, self.encode(rendered, add_special_tokens=False)
+        text, found = self.control_tokens.find(rendered, marks)
+        if all(occurrence.is_written_by_template for occurrence in found):
+            return text, self.encode(text, add_special_tokens=False)
+        with self._lock:
+            plain = self._plain
+        for is_broken in (False, True):
+            ids = plain.encode(text, found, is_broken)
+            if ids is not None:
+                return text, ids
+        raise InvalidRequestError("a message contains a control token's text, which this tokenizer cannot keep as text")
+
+    # --- ids → text
+
+    def decode(self, ids: list[int], *, skip_special_tokens: bool = False) -> str:
+        """The text of ids; special tokens are shown by default."""
+        return self.backend_tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def detokenizer(self, *, skip_special_tokens: bool, continues: bool) -> Detokenizer:
+        """A new stream; see detokenize.py."""
+        return Detokenizer(
+            self.backend_tokenizer,
+            skip_special_tokens=skip_special_tokens,
+            continues=continues,
+            token_bytes=self.token_bytes,
+        )
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """One token by itself, as bytes: exact also for a part of a character."""
+        if self.token_bytes is not None:
+            return self.token_bytes[token_id]
+        return self.decode([token_id]).encode()
+
+    @cached_property
+    def _plain(self) -> _PlainTokenizer:
+        return _PlainTokenizer(Tokenizer.from_str(self.backend_tokenizer.to_str()), self.control_tokens)
+
+
+class _PlainTokenizer:
+    """A copy of the tokenizer that reads control tokens only under secret names.
+
+    What the template wrote is renamed before encoding and gets its real id afterwards; what remains under the
+    known names is text. Everything else (normalizing, cutting, merging) is the tokenizer's own, in one pass.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, control_tokens: ControlTokens) -> None:
+        flags = {token.content: token for token in tokenizer.get_added_tokens_decoder().values()}
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        tokenizer.encode_special_tokens = True
+        nonce = secrets.token_hex(8)
+        self._tokenizer = tokenizer
+        self._break = f"<{nonce}-break>"
+        self._secret_names: dict[str, str] = {}
+        self._real_ids: dict[int, int] = {}
+        for number, token in enumerate(sorted(control_tokens.control & flags.keys())):
+            name, like = f"<{nonce}-{number}>", flags[token]
+            alias = AddedToken(
+                name, single_word=like.single_word, lstrip=like.lstrip, rstrip=like.rstrip, normalized=False
+            )
+            tokenizer.add_tokens([alias])
+            self._secret_names[token] = name
+            self._real_ids[_id_of(tokenizer, name)] = _id_of(tokenizer, token)
+        tokenizer.add_tokens([AddedToken(self._break, normalized=False)])
+        self._break_id = _id_of(tokenizer, self._break)
+        # An unknown character is no forgery, though its token is a special one.
+        self._watched_ids = set(self._real_ids.values()) - {tokenizer.token_to_id(_unknown_token(tokenizer))}
+
+    def encode(self, text: str, found: list[Occurrence], is_broken: bool) -> list[int] | None:
+        """Ids, or None when the text yields control tokens that the template did not write.
+
+        `is_broken`: cut each look-alike after its first character, for tokenizers that would know it as a word.
+        """
+        pieces: list[str] = []
+        position = 0
+        for occurrence in found:
+            token = text[occurrence.start : occurrence.end]
+            if occurrence.is_written_by_template:
+                pieces += [text[position : occurrence.start], self._secret_names.get(token, token)]
+                position = occurrence.end
+            elif is_broken:
+                pieces += [text[position : occurrence.start + 1], self._break]
+                position = occurrence.start + 1
+        raw = _encode(self._tokenizer, "".join([*pieces, text[position:]]), add_special_tokens=False)
+        if any(token_id in self._watched_ids for token_id in raw):
+            return None
+        return [self._real_ids.get(token_id, token_id) for token_id in raw if token_id != self._break_id]
+
+
+def read_special_tokens(path: Path) -> dict[str, str]:
+    """Names of special tokens as templates use them: bos_token, eos_token, …"""
+    found: dict[str, str] = {}
+    for file in ("special_tokens_map.json", "tokenizer_config.json"):
+        content = _read_json(path / file)
+        extra = content.get("extra_special_tokens")
+        named = {name: content[name] for name in _NAMED_TOKENS if name in content}
+        for name, token in {**(extra if isinstance(extra, dict) else {}), **named}.items():
+            text = token.get("content") if isinstance(token, dict) else token
+            if isinstance(text, str):
+                found[name] = text
+            else:
+                found.pop(name, None)
+    return found
+
+
+def _read_tokenizer(path: Path) -> Tokenizer:
+    file = path / "tokenizer.json"
+    if not file.is_file():
+        raise ModelError(f"{path} has no tokenizer.json; save the model with a fast tokenizer")
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as error:
+        raise ModelError(f"cannot read {file}: {error}") from error
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ModelError(f"cannot read {file}: {error}") from error
+    return content if isinstance(content, dict) else {}
+
+
+def _encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
+    ids: list[int] = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+    return ids
+
+
+def _id_of(tokenizer: Tokenizer, token: str) -> int:
+    token_id = tokenizer.token_to_id(token)
+    assert token_id is not None, token
+    return token_id
+
+
+def _unknown_token(tokenizer: Tokenizer) -> str:
+    return str(getattr(tokenizer.model, "unk_token", None) or "")

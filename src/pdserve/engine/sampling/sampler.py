@@ -1,0 +1,99 @@
+"""From logits to tokens, for the whole batch at once. Keeps no state; never sees a model or a block.
+
+A token is the inverse of its row's cumulative distribution at one uniform number, which depends on (seed,
+choice, output index) alone: whoever shares the batch, and wherever the sequence continues, the draw is the
+same. Greedy rows take the largest logit, the lowest id among equals. Log-probabilities are the model's own,
+before penalties and temperature.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pdserve.engine.sampling.draw import draw, draw_on_gpu
+from pdserve.engine.sampling.logit_filters import adjust
+from pdserve.engine.sampling.philox import uniforms
+from pdserve.engine.sequence import Sequence
+from pdserve.messages import TokenLogprobs
+
+MIN_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON cannot carry."""
+
+
+class SampledToken(NamedTuple):
+    """One row's result."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None
+
+
+def sample(logits: Tensor, sequences: list[Sequence], eos_token_ids: frozenset[int]) -> list[SampledToken]:
+    """Draw the next token of every sequence.
+
+    Args:
+        logits: fp32 `[num_rows, vocab_size]`, left as they are.
+        sequences: one per row.
+        eos_token_ids: ids that min_tokens holds back, beside the sequence's own stop ids.
+    """
+    assert logits.shape[0] == len(sequences), (logits.shape, len(sequences))
+    if not sequences:
+        return []
+    adjusted = adjust(logits, sequences, eos_token_ids)
+    tokens = torch.empty(len(sequences), dtype=torch.long, device=logits.device)
+    for is_greedy in (True, False):
+        rows = [row for row, sequence in enumerate(sequences) if sequence.sampling.is_greedy is is_greedy]
+        if rows:
+            chosen = adjusted if len(rows) == len(sequences) else adjusted[rows]
+            tokens[rows] = _largest(chosen) if is_greedy else _draw(chosen, [sequences[row] for row in rows])
+    token_ids: list[int] = tokens.tolist()
+    logprobs = _logprobs(logits, sequences, tokens)
+    return [SampledToken(token_id, logprobs.get(row)) for row, token_id in enumerate(token_ids)]
+
+
+def _largest(logits: Tensor) -> Tensor:
+    """int64 `[num_rows]`: the first of each row's largest; on a CPU by numpy, ten times as fast as torch."""
+    return torch.from_numpy(logits.numpy().argmax(1)) if logits.device.type == "cpu" else logits.argmax(1)
+
+
+def _draw(logits: Tensor, sequences: list[Sequence]) -> Tensor:
+    """int64 `[num_rows]`: one token from each row's distribution."""
+    params = [sequence.sampling for sequence in sequences]
+    temperatures = torch.tensor([p.temperature for p in params], dtype=logits.dtype, device=logits.device)
+    numbers = uniforms(
+        [p.seed for p in params],
+        [sequence.key.choice for sequence in sequences],
+        [sequence.next_output_index for sequence in sequences],
+    )
+    top_k, top_p, min_p = [p.top_k for p in params], [p.top_p for p in params], [p.min_p for p in params]
+    on_device = torch.from_numpy(numbers).to(logits.device)
+    if logits.device.type == "cuda":
+        return draw_on_gpu(logits, temperatures, on_device, top_k=top_k, top_p=top_p, min_p=min_p)
+    # Less the maximum first: a tiny temperature then makes small numbers tiny, never large ones infinite.
+    scaled = (logits - logits.amax(1, keepdim=True)).div_(temperatures[:, None])
+    return draw(scaled, on_device, top_k=top_k, top_p=top_p, min_p=min_p)
+
+
+def _logprobs(logits: Tensor, sequences: list[Sequence], tokens: Tensor) -> dict[int, TokenLogprobs]:
+    """Row → log-probabilities, for rows that asked for them."""
+    wanted = {row: s.sampling.logprobs for row, s in enumerate(sequences) if s.sampling.logprobs is not None}
+    if not wanted:
+        return {}
+    rows = list(wanted)
+    table = logits[rows].log_softmax(1).clamp(min=MIN_LOGPROB)
+    sampled: list[float] = table.gather(1, tokens[rows][:, None])[:, 0].tolist()
+    num_top = min(max(wanted.values()), logits.shape[1])
+    best = table.topk(num_top, dim=1)
+    top_ids, top_values = best.indices.tolist(), best.values.tolist()
+    result = {}
+    for place, (row, count) in enumerate(wanted.items()):
+        # Equals by id, so that the order does not hang on how the device sorts.
+        top = sorted(zip(top_ids[place], top_values[place], strict=True), key=lambda pair: (-pair[1], pair[0]))[:count]
+        result[row] = TokenLogprobs(
+            logprob=sampled[place],
+            top_token_ids=[token_id for token_id, _ in top],
+            top_logprobs=[value for _, value in top],
+        )
+    return result

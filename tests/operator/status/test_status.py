@@ -1,0 +1,168 @@
+"""Status: columns, conditions and reasons; and no change without one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pdserve.operator.status.conditions import Condition, merged, shortened, transitions
+from pdserve.operator.status.health import Health, role_health
+from pdserve.operator.status.pods_seen import PodSeen, seen
+from pdserve.operator.status.status import PoolCount, StatusFacts, refused_status, service_status
+
+Json = dict[str, Any]
+NOW, LATER = "2026-01-31T12:00:00Z", "2026-01-31T13:00:00Z"
+READY = Health(True, "Ready", "All pods are ready.")
+SCALING = Condition("ScalingActive", True, "Auto", "…")
+
+
+def facts(rollout: str = "Complete", **health: Health) -> StatusFacts:
+    return StatusFacts(
+        health={"gateway": READY, "prefill": READY, "decode": READY, "redis": READY} | health,
+        pools={role: PoolCount(2, 2, 0, 0, 2) for role in ("prefill", "decode")},
+        rollout_reason=rollout,
+        rollout_message="…",
+        scaling=SCALING,
+        signature="abc",
+        url="http://chat.shop.svc",
+        surge_problem=None,
+    )
+
+
+def condition(status: Json, kind: str) -> Json:
+    return next(item for item in status["conditions"] if item["type"] == kind)
+
+
+def pod(**changes: Any) -> Json:
+    container = {"name": "decode", "image": "i", "started": True, "restartCount": 0, "state": {"running": {}}}
+    base: Json = {
+        "metadata": {
+            "name": "chat-decode-abc-xyz",
+            "labels": {"pdserve.dev/role": "decode", "pdserve.dev/template": "t"},
+            "creationTimestamp": NOW,
+        },
+        "status": {
+            "phase": "Running",
+            "podIP": "10.0.0.1",
+            "conditions": [{"type": "Ready", "status": "False", "lastTransitionTime": NOW}],
+            "containerStatuses": [container | changes.pop("container", {})],
+        },
+    }
+    base["status"] |= changes
+    return base
+
+
+def health_of(
+    *pods: Json, wanted: int = 1, answers: dict[str, str] | None = None, deployment: Json | None = None
+) -> Health:
+    records: list[PodSeen] = seen(pods)
+    return role_health("decode", wanted, deployment, records, answers or {}, records[0].created_s if records else 0.0)
+
+
+def test_the_same_facts_give_the_same_status() -> None:
+    first = service_status({}, facts(), 1, NOW)
+    assert service_status(first, facts(), 1, LATER) == first
+
+
+def test_ready_needs_the_newest_revision_everywhere() -> None:
+    assert condition(service_status({}, facts(), 1, NOW), "Ready")["status"] == "True"
+    rolling = service_status({}, facts("RollingOut"), 1, NOW)
+    assert condition(rolling, "Ready")["status"] == "False"
+    assert condition(rolling, "Progressing")["status"] == "True"
+    stuck = service_status({}, facts("NoRoomToSurge"), 1, NOW)
+    assert (condition(stuck, "Progressing")["status"], condition(stuck, "Progressing")["reason"]) == (
+        "False", "NoRoomToSurge"
+    )  # fmt: skip
+
+
+def test_the_columns_have_what_they_show() -> None:
+    status = service_status({}, facts(), 1, NOW)
+    assert status["pools"]["prefill"]["display"] == "2/2"
+    assert (status["kvSignature"], status["url"]) == ("abc", "http://chat.shop.svc")
+
+
+def test_a_broken_role_comes_before_one_that_only_starts() -> None:
+    status = service_status(
+        {}, facts(gateway=Health(False, "Starting", "…"), decode=Health(False, "CrashLooping", "…")), 1, NOW
+    )
+    assert condition(status, "Ready")["reason"] == "CrashLooping"
+    assert condition(status, "Degraded")["status"] == "True"
+
+
+def test_transition_times_change_with_the_status_alone() -> None:
+    before = merged([], [Condition("Ready", False, "Starting", "a")], 1, NOW)
+    other_reason = merged(before, [Condition("Ready", False, "CrashLooping", "b")], 2, LATER)
+    assert other_reason[0]["lastTransitionTime"] == NOW
+    assert transitions(before, other_reason) == other_reason
+    assert merged(other_reason, [Condition("Ready", True, "Ready", "c")], 2, LATER)[0]["lastTransitionTime"] == LATER
+
+
+def test_a_refused_spec_keeps_what_is_known_of_the_last_good_one() -> None:
+    good = service_status({}, facts(), 1, NOW)
+    refused = refused_status(good, "InvalidSpec", "min is above max.", 2, LATER)
+    assert refused["pools"] == good["pools"]
+    assert condition(refused, "Ready") == condition(good, "Ready")
+    assert condition(refused, "Degraded")["message"].endswith("The last good state keeps running.")
+    assert refused_status(refused, "InvalidSpec", "min is above max.", 2, LATER) == refused
+
+
+def test_a_megabyte_of_error_text_does_not_grow_an_object() -> None:
+    status: Json = {}
+    for _ in range(50):
+        status = refused_status(status, "InvalidSpec", "x" * 1_000_000, 1, NOW)
+    assert len(str(status)) < 20_000
+    assert len(shortened("y" * 5000)) == 1000
+
+
+@pytest.mark.parametrize(
+    ("container", "reason"),
+    [
+        ({"state": {"waiting": {"reason": "CreateContainerConfigError", "message": 'secret "hub"'}}}, "MissingSecret"),
+        ({"state": {"waiting": {"reason": "CreateContainerConfigError", "message": 'configmap "x"'}}}, "MissingConfig"),
+        ({"state": {"waiting": {"reason": "ImagePullBackOff"}}}, "ImagePullFailed"),
+        (
+            {
+                "state": {"waiting": {"reason": "CrashLoopBackOff"}},
+                "lastState": {"terminated": {"exitCode": 1, "message": "first\nthere is no model"}},
+            },
+            "CrashLooping",
+        ),
+    ],
+)  # fmt: skip
+def test_each_failure_of_a_container_has_a_reason(container: Json, reason: str) -> None:
+    assert health_of(pod(container=container)).reason == reason
+
+
+def test_the_last_words_of_a_crash_are_in_the_message() -> None:
+    ended = {"terminated": {"exitCode": 3, "message": "first\nthere is no model"}}
+    crash = pod(container={"state": {"waiting": {"reason": "CrashLoopBackOff"}}, "lastState": ended})
+    assert "exits with 3 (there is no model)" in health_of(crash).message
+
+
+def test_no_node_is_no_capacity() -> None:
+    scheduled = {
+        "type": "PodScheduled", "status": "False", "reason": "Unschedulable", "lastTransitionTime": NOW,
+        "message": "0/3 nodes are available: Insufficient nvidia.com/gpu.",
+    }  # fmt: skip
+    health = health_of(pod(conditions=[scheduled], containerStatuses=[], podIP=""))
+    assert health.reason == "Unschedulable"
+    assert "Insufficient nvidia.com/gpu" in health.message
+
+
+def test_what_a_worker_says_of_itself_names_the_cause() -> None:
+    waiting = pod()
+    name = waiting["metadata"]["name"]
+    assert health_of(waiting, answers={name: "the bus does not answer"}).reason == "RedisUnavailable"
+    assert health_of(waiting, answers={name: "the last 9 KV transfers failed"}).reason == "TransfersFailing"
+    assert health_of(waiting).reason == "Starting"
+
+
+def test_refused_pods_are_not_waited_for() -> None:
+    failure = {"type": "ReplicaFailure", "status": "True", "message": "exceeded quota"}
+    health = health_of(deployment={"status": {"conditions": [failure]}})
+    assert health.reason == "CannotCreatePods"
+
+
+def test_a_pool_of_nobody_is_ready() -> None:
+    assert health_of(wanted=0) == Health(True, "ScaledToZero", "No decode pod is wanted.")
