@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from pdserve.engine.sequence import Sequence
 from pdserve.errors import TransferError
 from pdserve.messages import KvReady, LeaseItem, TokenLogprobs
-from pdserve.transfer.base import Descriptor, PeerId
+from pdserve.registration import WorkerRef
+from pdserve.transfer.base import Descriptor
 from pdserve.transfer.digest import DIGEST_BYTES
 
 
@@ -58,7 +59,7 @@ class HandOff:
     _received: set[int] = field(default_factory=set)
 
     @property
-    def peer(self) -> PeerId:
+    def peer(self) -> WorkerRef:
         """The prefill worker."""
         return self.descriptor.peer
 

@@ -19,8 +19,8 @@ from pdserve.engine.sequence import Sequence
 from pdserve.errors import BusError, TransferError
 from pdserve.log import get_logger
 from pdserve.messages import AttemptKey, KvFailed, KvReady, KvRelease, KvWant, LeaseRenewal
-from pdserve.registration import Role, WorkerRegistration
-from pdserve.transfer.base import Descriptor, PeerId
+from pdserve.registration import Role, WorkerRef, WorkerRegistration
+from pdserve.transfer.base import Descriptor
 from pdserve.transfer.pulls.pull import PullOutcome
 from pdserve.worker.engine_thread import EngineThread
 from pdserve.worker.identity import Identity
@@ -158,7 +158,7 @@ class HandOffs:
 
     def ready(self, message: KvReady) -> None:
         """Blocks are complete over there: READ those that we miss."""
-        peer = PeerId(message.worker_id, message.generation)
+        peer = message.worker
         hand_off = self._open.get(message.key)
         if hand_off is None:
             self._watch.late_message("finished")
@@ -297,7 +297,7 @@ class HandOffs:
         """Renew all KV leases, one message per prefill worker; give up what stands still or lost its peer."""
         self._renew()
         for hand_off in list(self._open.values()):
-            if self._view.is_gone(*hand_off.peer):
+            if self._view.is_gone(hand_off.peer):
                 logger.warning("prefill worker %s of hand-off %s is gone", hand_off.peer, hand_off.sequence.key)
                 self._lose_peer(hand_off, "handoff_failed")
             elif now_s - hand_off.progress_s > self._handoff_timeout_s:
@@ -306,7 +306,7 @@ class HandOffs:
                 self._send_want(hand_off)  # the first one may have been lost; doubled ones are harmless
 
     def _renew(self) -> None:
-        by_peer: dict[PeerId, list[HandOff]] = {}
+        by_peer: dict[WorkerRef, list[HandOff]] = {}
         for hand_off in (*self._open.values(), *self._aborted.values()):
             by_peer.setdefault(hand_off.peer, []).append(hand_off)
         worker_id, generation = self._identity.peer
@@ -315,7 +315,7 @@ class HandOffs:
             renewal = LeaseRenewal(worker_id=worker_id, generation=generation, items=items)
             self._bus.send(self._bus.keys.inbox(*peer), renewal)
 
-    def _send_release(self, key: AttemptKey, peer: PeerId, *, is_complete: bool) -> None:
+    def _send_release(self, key: AttemptKey, peer: WorkerRef, *, is_complete: bool) -> None:
         worker_id, generation = self._identity.peer
         message = KvRelease(**key._asdict(), worker_id=worker_id, generation=generation, is_complete=is_complete)
         self._bus.send(self._bus.keys.inbox(*peer), message)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pdserve.gateway.request_observer import RequestRecord
+from pdserve.gateway.observers import RequestRecord
 from pdserve.metrics import labels
 from pdserve.metrics.gateway import GatewayMetrics
 

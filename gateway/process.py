@@ -27,7 +27,7 @@ from pdserve.errors import BusError, SettingError
 from pdserve.faults import Faults
 from pdserve.gateway.app import create_app, create_system_app
 from pdserve.gateway.counting import GatewayCounting
-from pdserve.gateway.dispatch.admission import DoorLimits
+from pdserve.gateway.dispatch.admission import AdmissionLimits
 from pdserve.gateway.dispatch.dispatch_loop import WaitLimits
 from pdserve.gateway.dispatch.dispatcher import Dispatcher
 from pdserve.gateway.dispatch.outcomes import RetryLimits
@@ -227,7 +227,7 @@ def _dispatcher(
             progress_timeout_s=settings.progress_timeout_s,
             roster_grace_s=settings.heartbeat_s,
         ),
-        door_limits=DoorLimits(
+        admission_limits=AdmissionLimits(
             max_queue_requests=settings.max_queue_requests,
             max_queue_tokens=settings.max_queue_tokens,
             max_held_requests=settings.hold_requests,

@@ -21,8 +21,8 @@ from pdserve.operator.facts import ClusterFacts, Owner
 from pdserve.operator.names import API_VERSION, FIELD_MANAGER, GATEWAY, POOLS, REDIS
 from pdserve.operator.objects.children import Children
 from pdserve.operator.objects.deployments import deployment, with_replicas
-from pdserve.operator.objects.plan import Plan, finished, plan_of
-from pdserve.operator.sizing.pools import observation, pool_count, rollout_seen, stepped, template_digest
+from pdserve.operator.objects.plan import Plan, plan_of, with_owner
+from pdserve.operator.sizing.pools import apply_step, observation, pool_count, rollout_seen, template_digest
 from pdserve.operator.sizing.rollout import RolloutStep, next_step
 from pdserve.operator.sizing.scaler import Scaler, needs_owner_of_replicas
 from pdserve.operator.sizing.scaling import Decision, ScalingState, decide
@@ -147,7 +147,7 @@ class ServiceReconciler:
         made = plan.pools[decision.pool]
         if decision.wanted == 0:
             made = with_replicas(made, 0)
-        await self._children.apply(finished(made, self._owner))
+        await self._children.apply(with_owner(made, self._owner))
         if decision.wanted != 1:
             await self._scaler.set_replicas(decision.pool, decision.wanted)
 
@@ -159,12 +159,12 @@ class ServiceReconciler:
         if step.holds_gateway and is_rolling:
             held = deployment(spec.name, GATEWAY, gateway["spec"]["template"], hold=True)
             gateway = with_replicas(held, spec.gateway.replicas)
-        await self._children.apply(finished(gateway, self._owner))
+        await self._children.apply(with_owner(gateway, self._owner))
         for role in POOLS:
             if role in live.deployments and step.pools[role].is_applied:
                 await self._keep_replicas(live.deployments[role], role)
-                made = stepped(spec.name, role, plan.pools[role], step.pools[role])
-                await self._children.apply(finished(made, self._owner))
+                made = apply_step(spec.name, role, plan.pools[role], step.pools[role])
+                await self._children.apply(with_owner(made, self._owner))
 
     def _has_old_gateways(self, plan: Plan, live: Live) -> bool:
         if GATEWAY not in live.deployments:
@@ -182,7 +182,7 @@ class ServiceReconciler:
             await self._children.delete_all_but([*plan.others, *self._named(plan)])
 
     def _named(self, plan: Plan) -> list[Json]:
-        return [finished(made, self._owner) for made in (plan.gateway, *plan.pools.values())]
+        return [with_owner(made, self._owner) for made in (plan.gateway, *plan.pools.values())]
 
     # --- status
 

@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 
 from pdserve.engine.sequence import Sequence
 from pdserve.messages import AttemptKey, KvReady, TokenLogprobs
-from pdserve.transfer.base import PeerId
+from pdserve.registration import WorkerRef
 
 
 @dataclass(slots=True)
 class Reader:
     """The decode worker that wants this offer."""
 
-    peer: PeerId
+    peer: WorkerRef
     num_announced_blocks: int = 0
     is_last_announced: bool = False
 

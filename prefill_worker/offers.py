@@ -18,7 +18,7 @@ from pdserve.log import get_logger
 from pdserve.messages import AttemptKey, KvFailed, KvRelease, KvWant, LeaseRenewal, TokenLogprobs
 from pdserve.prefill_worker.leases import LeaseTable
 from pdserve.prefill_worker.offer import Offer, Reader
-from pdserve.transfer.base import PeerId
+from pdserve.registration import WorkerRef
 from pdserve.worker.engine_thread import EngineThread
 from pdserve.worker.identity import Identity
 from pdserve.worker.tasks import TaskSet
@@ -116,7 +116,7 @@ class Offers:
 
     def want(self, message: KvWant, *, is_buried: bool) -> None:
         """A decode worker has reserved its blocks and wants ours."""
-        peer = PeerId(message.worker_id, message.generation)
+        peer = message.worker
         refusal = self._want_refusal(message, is_buried=is_buried)
         if refusal is not None:
             self._watch.hand_off_rejected(refusal)
@@ -136,7 +136,7 @@ class Offers:
 
     def renew(self, message: LeaseRenewal) -> None:
         """A decode worker's heartbeat: renew, announce again what it missed, or tell that we know nothing."""
-        peer = PeerId(message.worker_id, message.generation)
+        peer = message.worker
         for item in message.items:
             offer = self._offers.get(item.key)
             if offer is None or (offer.reader is not None and offer.reader.peer != peer):
@@ -172,7 +172,7 @@ class Offers:
             return "nonce" if is_forged else "unknown"
         return None if message.kv_signature == self._kv_signature else "geometry"
 
-    async def _lend(self, offer: Offer, peer: PeerId) -> None:
+    async def _lend(self, offer: Offer, peer: WorkerRef) -> None:
         if offer.reader is None or offer.reader.peer != peer:
             offer.reader = Reader(peer)
         await self._thread.call(lambda: self._engine.grant_lease(offer.sequence))
@@ -222,7 +222,7 @@ class Offers:
         self._thread.post(lambda: self._engine.release_lease(key))
         self._transports.set_serving(len(self._leases) > 0)
 
-    def _send_failed(self, key: AttemptKey, peer: PeerId, reason: str) -> None:
+    def _send_failed(self, key: AttemptKey, peer: WorkerRef, reason: str) -> None:
         worker_id, generation = self._identity.peer
         message = KvFailed(**key._asdict(), worker_id=worker_id, generation=generation, reason=reason)
         self._bus.send(self._bus.keys.inbox(*peer), message)

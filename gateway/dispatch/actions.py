@@ -3,21 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from pdserve.errors import RequestError
 from pdserve.gateway.generation.request import FinishedEvent, TokensEvent
 from pdserve.messages import Message
-
-
-class WorkerRef(NamedTuple):
-    """A worker process: a restarted worker is another one."""
-
-    worker_id: str
-    generation: str
-
-    def __str__(self) -> str:
-        return f"{self.worker_id}:{self.generation}"
+from pdserve.registration import WorkerRef
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ UNAVAILABLE_RETRY_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class DoorLimits:
+class AdmissionLimits:
     """Bounds of the queue."""
 
     max_queue_requests: int = 1024
@@ -27,7 +27,7 @@ class DoorLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class DoorView:
+class AdmissionView:
     """What the door sees of the service at the moment a request arrives."""
 
     now_s: float
@@ -61,7 +61,7 @@ class Refusal:
     error: RequestError
 
 
-def check(request: GenerationRequest, view: DoorView, limits: DoorLimits) -> Refusal | None:
+def check(request: GenerationRequest, view: AdmissionView, limits: AdmissionLimits) -> Refusal | None:
     """None: the request may come in and wait."""
     return _check_fit(request, view) or _check_service(view, limits) or _check_load(request, view, limits)
 
@@ -91,7 +91,7 @@ def shutdown_error() -> UnavailableError:
     )
 
 
-def _check_fit(request: GenerationRequest, view: DoorView) -> Refusal | None:
+def _check_fit(request: GenerationRequest, view: AdmissionView) -> Refusal | None:
     num_prompt, max_tokens, limit = len(request.prompt_token_ids), request.sampling.max_tokens, view.max_total_tokens
     if limit is None or num_prompt + max_tokens <= limit:
         return None
@@ -104,7 +104,7 @@ def _check_fit(request: GenerationRequest, view: DoorView) -> Refusal | None:
     return Refusal("too_long", error)
 
 
-def _check_service(view: DoorView, limits: DoorLimits) -> Refusal | None:
+def _check_service(view: AdmissionView, limits: AdmissionLimits) -> Refusal | None:
     if view.is_draining:
         return Refusal("draining", shutdown_error())
     if view.bus_down_s > limits.bus_timeout_s:
@@ -114,7 +114,7 @@ def _check_service(view: DoorView, limits: DoorLimits) -> Refusal | None:
     return None
 
 
-def _check_load(request: GenerationRequest, view: DoorView, limits: DoorLimits) -> Refusal | None:
+def _check_load(request: GenerationRequest, view: AdmissionView, limits: AdmissionLimits) -> Refusal | None:
     num_tokens = view.num_queued_tokens + len(request.prompt_token_ids)
     if view.num_queued_requests >= limits.max_queue_requests:
         return _overloaded("queue_requests", "too many requests are waiting", view)
@@ -127,7 +127,7 @@ def _check_load(request: GenerationRequest, view: DoorView, limits: DoorLimits) 
     return None
 
 
-def _overloaded(reason: str, why: str, view: DoorView) -> Refusal:
+def _overloaded(reason: str, why: str, view: AdmissionView) -> Refusal:
     error = OverloadedError(
         f"The service is overloaded: {why}. Try again later.",
         code="overloaded",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pdserve.gateway.dispatch.actions import WorkerRef
 from pdserve.messages import AttemptKey, Cancel, Finished, ResendTokens
+from pdserve.registration import WorkerRef
 
 
 @dataclass(slots=True, eq=False)

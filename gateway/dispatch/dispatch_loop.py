@@ -12,13 +12,12 @@ from dataclasses import dataclass
 
 from pdserve.errors import RequestError
 from pdserve.gateway.dispatch import admission
-from pdserve.gateway.dispatch.actions import Action, WorkerRef
+from pdserve.gateway.dispatch.actions import Action
 from pdserve.gateway.dispatch.live import LiveSequence
-from pdserve.gateway.dispatch.waiting_queue import DispatchQueue, QueueEntry
+from pdserve.gateway.dispatch.waiting_queue import QueueEntry, WaitingQueue
 from pdserve.gateway.routing.placement import Demand, Placement, Wait, Workers
-from pdserve.gateway.routing.router import ref_of
 from pdserve.messages import SequenceKey
-from pdserve.registration import WorkerRegistration
+from pdserve.registration import WorkerRef, WorkerRegistration
 
 MAX_MISSES = 16
 """Entries that may find no room before a round gives up: bounds its time under overload."""
@@ -37,7 +36,7 @@ class WaitLimits:
     is_holding: bool = False
 
 
-class Pump:
+class DispatchLoop:
     """The queue and the hand-offs without a decode worker."""
 
     def __init__(
@@ -49,7 +48,7 @@ class Pump:
         perform: Callable[[LiveSequence, list[Action], float], None],
         fail: Callable[[LiveSequence, RequestError], None],
     ) -> None:
-        self.queue: DispatchQueue[list[LiveSequence]] = DispatchQueue(ageing_s)
+        self.queue: WaitingQueue[list[LiveSequence]] = WaitingQueue(ageing_s)
         self.num_held = 0
         """Queued entries for which there is no pair of workers."""
         self._placement, self._limits, self._perform, self._fail = placement, limits, perform, fail
@@ -165,7 +164,7 @@ class Pump:
         return True
 
     def _start(self, live: LiveSequence, worker: WorkerRegistration, now_s: float, epoch: int) -> None:
-        ref, placement = ref_of(worker), self._placement
+        ref, placement = worker.ref, self._placement
         if live.demand.is_local:
             live.prefill, live.held_decode = None, ref
             actions = live.machine.dispatch_local(ref, now_s, epoch)
@@ -190,7 +189,7 @@ class Pump:
             self._perform(live, live.machine.no_decode_worker(now_s), now_s)
         elif not isinstance(found, Wait):
             del self._wanting[live.key]
-            ref = ref_of(found)
+            ref = found.ref
             live.held_decode = ref
             actions = live.machine.assign_decode(ref, now_s, epoch)
             self._placement.take_decode(live.key, live.demand, found, now_s)

@@ -23,21 +23,21 @@ from pdserve.bus.registry import RegistryView
 from pdserve.errors import RequestError
 from pdserve.gateway.dispatch import actions as act
 from pdserve.gateway.dispatch import admission
-from pdserve.gateway.dispatch.actions import Action, WorkerRef
-from pdserve.gateway.dispatch.admission import DoorLimits, DoorView
-from pdserve.gateway.dispatch.dispatch_loop import Pump, WaitLimits
+from pdserve.gateway.dispatch.actions import Action
+from pdserve.gateway.dispatch.admission import AdmissionLimits, AdmissionView
+from pdserve.gateway.dispatch.dispatch_loop import DispatchLoop, WaitLimits
 from pdserve.gateway.dispatch.inbound import Inbound
 from pdserve.gateway.dispatch.jobs import SequenceSpec
 from pdserve.gateway.dispatch.live import LiveSequence, LiveTable
 from pdserve.gateway.dispatch.outcomes import RetryLimits
-from pdserve.gateway.dispatch.sequence_machine import SequenceAttempts
+from pdserve.gateway.dispatch.sequence_machine import SequenceMachine
 from pdserve.gateway.generation.request import FailedEvent, FinishedEvent, Generation, GenerationRequest, TokensEvent
-from pdserve.gateway.observer import DispatchObserver, SilentObserver
+from pdserve.gateway.observers import DispatchObserver, SilentObserver
 from pdserve.gateway.routing.disaggregation import Disaggregation
 from pdserve.gateway.routing.placement import Demand, Placement
-from pdserve.gateway.routing.router import Pairs, Place, Router, ref_of
+from pdserve.gateway.routing.router import Pairs, Place, Router
 from pdserve.log import get_logger
-from pdserve.registration import Role, WorkerRegistration
+from pdserve.registration import Role, WorkerRef, WorkerRegistration
 
 _log = get_logger(__name__)
 
@@ -57,7 +57,7 @@ class Dispatcher:
         gateway_id: str,
         eos_token_ids: frozenset[int] = frozenset(),
         retry_limits: RetryLimits | None = None,
-        door_limits: DoorLimits | None = None,
+        admission_limits: AdmissionLimits | None = None,
         wait_limits: WaitLimits | None = None,
         disaggregation: Disaggregation | None = None,
         ageing_s: float = 10.0,
@@ -70,13 +70,13 @@ class Dispatcher:
         self._eos_token_ids, self._clock = eos_token_ids, clock
         self._disaggregation = disaggregation or Disaggregation()
         self._retry_limits = retry_limits or RetryLimits()
-        self._door_limits = door_limits or DoorLimits()
+        self._admission_limits = admission_limits or AdmissionLimits()
         self._observer = observer or SilentObserver()
         self._router = Router(card_fingerprint, rng=rng or random.Random(), place=place)
         self._placement = Placement(
             self._router, settle_after_s=self._retry_limits.roster_grace_s / 4, is_inbox_full=self._is_inbox_full
         )
-        self._pump = Pump(
+        self._dispatch_loop = DispatchLoop(
             self._placement,
             wait_limits or WaitLimits(),
             ageing_s=ageing_s,
@@ -88,7 +88,7 @@ class Dispatcher:
         self._bus_epoch = 0
         self._bus_down_since_s: float | None = None
         self._is_draining = False
-        self._is_pump_due = False
+        self._is_dispatch_due = False
         self._inbound = Inbound(
             bus,
             self._table,
@@ -109,7 +109,7 @@ class Dispatcher:
 
         Without disaggregation a decode worker is enough.
         """
-        can_hold = self._door_limits.max_held_requests > 0
+        can_hold = self._admission_limits.max_held_requests > 0
         return self._bus.is_up and not self._is_draining and (can_hold or any(self._usable()))
 
     @property
@@ -135,7 +135,7 @@ class Dispatcher:
         """
         now_s = self._clock()
         demand = self._demand(request)
-        refusal = admission.check(request, self._door_view(demand, now_s), self._door_limits)
+        refusal = admission.check(request, self._admission_view(demand, now_s), self._admission_limits)
         if refusal is not None:
             if refusal.error.status != 400:
                 self._observer.shed(refusal.reason)
@@ -144,7 +144,7 @@ class Dispatcher:
         guesses = (self._placement.num_guessed_tokens(demand, worker) for worker in computing)
         self._observer.predicted_cached_tokens(max(guesses, default=0))
         generation = self._open(request, demand, now_s)
-        self._pump_now(now_s)
+        self._dispatch_now(now_s)
         return generation
 
     async def run(self) -> None:
@@ -177,17 +177,17 @@ class Dispatcher:
             pinned_decode=request.pinned_decode,
         )
 
-    def _door_view(self, demand: Demand, now_s: float) -> DoorView:
+    def _admission_view(self, demand: Demand, now_s: float) -> AdmissionView:
         computing = self._placement.computing(demand, self._view.workers)
-        outstanding = sum(self._placement.prefill_windows.total(ref_of(worker)) for worker in computing)
-        return DoorView(
+        outstanding = sum(self._placement.prefill_windows.total(worker.ref) for worker in computing)
+        return AdmissionView(
             now_s=now_s,
-            num_queued_requests=len(self._pump.queue),
-            num_queued_tokens=self._pump.queue.num_tokens,
+            num_queued_requests=len(self._dispatch_loop.queue),
+            num_queued_tokens=self._dispatch_loop.queue.num_tokens,
             max_total_tokens=self.max_total_tokens,
             has_workers=self._placement.has_workers(demand, self._view.workers),
-            is_stream_full=bool(computing) and all(self._is_inbox_full(ref_of(worker)) for worker in computing),
-            num_tokens_ahead=self._pump.queue.num_tokens + outstanding,
+            is_stream_full=bool(computing) and all(self._is_inbox_full(worker.ref) for worker in computing),
+            num_tokens_ahead=self._dispatch_loop.queue.num_tokens + outstanding,
             prefill_tokens_per_s=sum(worker.load.tokens_per_s for worker in computing),
             bus_down_s=self._bus_down_s(now_s),
             is_draining=self._is_draining,
@@ -202,13 +202,13 @@ class Dispatcher:
             clock=self._clock,
         )
         sequences = [
-            LiveSequence(SequenceAttempts(self._spec(request, choice), self._retry_limits), generation, demand)
+            LiveSequence(SequenceMachine(self._spec(request, choice), self._retry_limits), generation, demand)
             for choice in range(request.n)
         ]
         self._table.add(request_id, sequences)
         generation.waterfall.note_queued(now_s)
         generation.note_event("queued", now_s)
-        self._pump.add_new(list(sequences), now_s)
+        self._dispatch_loop.add_new(list(sequences), now_s)
         return generation
 
     def _spec(self, request: GenerationRequest, choice: int) -> SequenceSpec:
@@ -271,26 +271,26 @@ class Dispatcher:
             if not is_bus_up:
                 live.machine.hold(now_s)
             self._perform(live, live.machine.on_tick(now_s), now_s)
-        self._pump.expire(now_s, self._view.workers, bus_down_s=self._bus_down_s(now_s))
-        self._pump_now(now_s)
+        self._dispatch_loop.expire(now_s, self._view.workers, bus_down_s=self._bus_down_s(now_s))
+        self._dispatch_now(now_s)
         self._observer.set_load(
-            queued_requests=len(self._pump.queue),
-            queued_tokens=self._pump.queue.num_tokens,
+            queued_requests=len(self._dispatch_loop.queue),
+            queued_tokens=self._dispatch_loop.queue.num_tokens,
             inflight=self._table.num_requests,
-            held=self._pump.num_held,
+            held=self._dispatch_loop.num_held,
         )
 
     def _look_at_workers(self, now_s: float) -> None:
         workers = self._view.workers
         for worker_id, before in self._seen.items():
             if worker_id not in workers or workers[worker_id].generation != before.generation:
-                self._placement.forget(ref_of(before))
+                self._placement.forget(before.ref)
         for worker_id, worker in workers.items():
             if self._seen.get(worker_id) is not worker:
                 self._placement.refresh(worker, now_s)
         self._seen = dict(workers)
         for ref in {ref for live in self._table.all() for ref in live.workers()}:
-            if self._view.is_gone(*ref):
+            if self._view.is_gone(ref):
                 for live in self._table.all():
                     self._perform(live, live.machine.on_worker_gone(ref, now_s), now_s)
 
@@ -310,16 +310,16 @@ class Dispatcher:
     def _is_inbox_full(self, worker: WorkerRef) -> bool:
         return self._bus.is_stream_full(self._bus.keys.inbox(*worker))
 
-    def _pump_soon(self) -> None:
+    def _dispatch_soon(self) -> None:
         """Once for everything that one bus entry frees."""
-        if not self._is_pump_due:
-            self._is_pump_due = True
-            asyncio.get_running_loop().call_soon(lambda: self._pump_now(self._clock()))
+        if not self._is_dispatch_due:
+            self._is_dispatch_due = True
+            asyncio.get_running_loop().call_soon(lambda: self._dispatch_now(self._clock()))
 
-    def _pump_now(self, now_s: float) -> None:
-        self._is_pump_due = False
+    def _dispatch_now(self, now_s: float) -> None:
+        self._is_dispatch_due = False
         if self._bus.is_up:
-            self._pump.round(now_s, self._view.workers, self._bus_epoch)
+            self._dispatch_loop.round(now_s, self._view.workers, self._bus_epoch)
 
     # --- what the state machines want
 
@@ -336,7 +336,7 @@ class Dispatcher:
                 case act.Send(worker=worker, message=message):
                     self._bus.send(self._bus.keys.inbox(*worker), message)
                 case act.WantDecode():
-                    self._pump.want_decode(live, now_s, self._view.workers, self._bus_epoch)
+                    self._dispatch_loop.want_decode(live, now_s, self._view.workers, self._bus_epoch)
                 case act.Requeue():
                     self._requeue(live, action, now_s)
                 case act.Avoid(worker=worker, peer=peer):
@@ -367,8 +367,8 @@ class Dispatcher:
         live.generation.note_event("redispatch", now_s)
         self._observer.redispatched(action.phase, action.reason)
         _log.info("%s goes back to the queue from %s: %s", live.key, action.phase, action.reason)
-        self._pump.add_again(live, action.not_before_s, now_s)
-        self._pump_soon()
+        self._dispatch_loop.add_again(live, action.not_before_s, now_s)
+        self._dispatch_soon()
 
     def _settle(self, live: LiveSequence) -> None:
         """Give back what the sequence holds no more."""
@@ -378,13 +378,13 @@ class Dispatcher:
         if live.held_prefill is not None and (prefill is None or prefill.worker != live.held_prefill):
             self._placement.prefill_windows.release(live.held_prefill, live.key)
             live.held_prefill = None
-            self._pump_soon()
+            self._dispatch_soon()
         if live.held_decode is not None and (decode is None or decode.worker != live.held_decode):
             self._placement.decode_windows.release(live.held_decode, live.key)
             live.held_decode = None
-            self._pump_soon()
+            self._dispatch_soon()
         if attempt is None:
             self._placement.release_unbound(live.key)
         if live.machine.is_done:
-            self._pump.remove(live)
+            self._dispatch_loop.remove(live)
             self._table.remove(live)

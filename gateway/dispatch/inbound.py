@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from pdserve.bus.bus import Bus
-from pdserve.gateway.dispatch.actions import Action, WorkerRef
+from pdserve.gateway.dispatch.actions import Action
 from pdserve.gateway.dispatch.live import LiveSequence, LiveTable
 from pdserve.gateway.routing.prefixes import PrefixMemory
 from pdserve.log import get_logger
@@ -24,6 +24,7 @@ from pdserve.messages import (
     Started,
     TokenBatch,
 )
+from pdserve.registration import WorkerRef
 
 _log = get_logger(__name__)
 
@@ -52,15 +53,15 @@ class Inbound:
         now_s = self._clock()
         match message:
             case TokenBatch():
-                worker = WorkerRef(message.worker_id, message.generation)
+                worker = message.worker
                 for item in message.items:
                     self._on_tokens(item, worker, now_s)
             case Started():
-                self._on_started(message, WorkerRef(message.worker_id, message.generation), now_s)
+                self._on_started(message, message.worker, now_s)
             case Finished() | Failed():
-                self._on_end(message, WorkerRef(message.worker_id, message.generation), now_s)
+                self._on_end(message, message.worker, now_s)
             case Roster():
-                self._on_roster(message, WorkerRef(message.worker_id, message.generation), now_s)
+                self._on_roster(message, message.worker, now_s)
             case _:
                 _log.warning("%s is no message for a gateway; dropped", type(message).__name__)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pdserve.gateway.dispatch.actions import WorkerRef
 from pdserve.messages import AttemptKey, DecodeJob, PrefillJob, SequenceKey
+from pdserve.registration import WorkerRef
 from pdserve.sampling_params import SamplingParams
 
 

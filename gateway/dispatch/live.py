@@ -5,20 +5,19 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, replace
 
-from pdserve.gateway.dispatch.actions import WorkerRef
-from pdserve.gateway.dispatch.sequence_machine import SequenceAttempts
+from pdserve.gateway.dispatch.sequence_machine import SequenceMachine
 from pdserve.gateway.dispatch.waiting_queue import QueueEntry
 from pdserve.gateway.generation.request import AttemptRecord, Generation
 from pdserve.gateway.routing.placement import Demand
 from pdserve.messages import SequenceKey
-from pdserve.registration import WorkerRegistration
+from pdserve.registration import WorkerRef, WorkerRegistration
 
 
 @dataclass(slots=True, eq=False)
 class LiveSequence:
     """One choice of one request, until its end."""
 
-    machine: SequenceAttempts
+    machine: SequenceMachine
     generation: Generation
     demand: Demand
     """Of the current or the next attempt; shared by the choices of a request at first."""

@@ -21,18 +21,7 @@ from collections.abc import Callable
 
 from pdserve.errors import RequestError
 from pdserve.gateway.dispatch import outcomes
-from pdserve.gateway.dispatch.actions import (
-    Action,
-    Avoid,
-    Diverged,
-    Dropped,
-    Emit,
-    Fail,
-    Requeue,
-    Send,
-    WantDecode,
-    WorkerRef,
-)
+from pdserve.gateway.dispatch.actions import Action, Avoid, Diverged, Dropped, Emit, Fail, Requeue, Send, WantDecode
 from pdserve.gateway.dispatch.attempt import Assignment, Attempt
 from pdserve.gateway.dispatch.jobs import SequenceSpec
 from pdserve.gateway.dispatch.outcomes import RetryLimits
@@ -45,9 +34,10 @@ from pdserve.messages import (
     SequenceTokens,
     Started,
 )
+from pdserve.registration import WorkerRef
 
 
-class SequenceAttempts:
+class SequenceMachine:
     """One sequence from the queue to its end. `attempt` is None while it waits in the gateway."""
 
     def __init__(

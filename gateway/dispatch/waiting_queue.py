@@ -34,7 +34,7 @@ class QueueEntry(Generic[T]):
     """Set by the queue."""
 
 
-class DispatchQueue(Generic[T]):
+class WaitingQueue(Generic[T]):
     """Ordered by rank; counts requests and tokens of new requests for the door."""
 
     def __init__(self, ageing_s: float) -> None:

@@ -21,8 +21,8 @@ from pdserve.gateway.generation.request import GenerationRequest
 from pdserve.gateway.http.error_body import http_error
 from pdserve.gateway.http.fields import Fields
 from pdserve.gateway.http.sse import Responder
+from pdserve.gateway.observers import RequestObserver, RequestRecord, SilentRequestObserver
 from pdserve.gateway.openai.options import Options
-from pdserve.gateway.request_observer import RequestObserver, RequestRecord, SilentRequestObserver
 from pdserve.gateway.text.chat_prompt import ChatPrompts
 from pdserve.gateway.text.stop_strings import StopMatcher
 from pdserve.models.card import ModelCard

@@ -11,11 +11,10 @@ from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, field
 
-from pdserve.gateway.dispatch.actions import WorkerRef
 from pdserve.gateway.routing.prefixes import BLOCKS_PER_SPAN, PrefixMemory, prefix_hashes
-from pdserve.gateway.routing.router import DecodeLoad, PrefillLoad, Router, ref_of
+from pdserve.gateway.routing.router import DecodeLoad, PrefillLoad, Router
 from pdserve.gateway.routing.windows import Windows
-from pdserve.registration import Role, WorkerRegistration
+from pdserve.registration import Role, WorkerRef, WorkerRegistration
 
 Workers = Mapping[str, WorkerRegistration]
 
@@ -90,14 +89,14 @@ class Placement:
         if not prefill:
             return Wait.NO_PAIR
         roomy = {worker.kv_signature for worker in decode if self._has_decode_room(demand, worker.kv_signature, decode)}
-        blocked.update(ref_of(worker) for worker in prefill if worker.kv_signature not in roomy)
+        blocked.update(worker.ref for worker in prefill if worker.kv_signature not in roomy)
         candidates = [
-            worker for worker in prefill if worker.kv_signature in roomy and not self._is_inbox_full(ref_of(worker))
+            worker for worker in prefill if worker.kv_signature in roomy and not self._is_inbox_full(worker.ref)
         ]
         chosen = self.router.choose_prefill(candidates, lambda worker: self._prefill_load(demand, worker), now_s)
         if chosen is None:
             return Wait.NO_ROOM
-        ref = ref_of(chosen)
+        ref = chosen.ref
         if ref in blocked or not self._has_prefill_room(demand, chosen):
             blocked.add(ref)
             return Wait.NO_ROOM
@@ -113,26 +112,26 @@ class Placement:
         signatures = {worker.kv_signature for worker in decode}
         roomy = {signature for signature in signatures if self._has_decode_room(demand, signature, decode)}
         candidates = [worker for worker in self._with_room(demand, decode) if worker.kv_signature in roomy]
-        free = [worker for worker in candidates if ref_of(worker) not in blocked]
+        free = [worker for worker in candidates if worker.ref not in blocked]
         chosen = self.router.choose_decode(free, lambda worker: self._decode_load(demand, worker), now_s, None)
         if chosen is None:
-            blocked.update(map(ref_of, decode))
+            blocked.update(worker.ref for worker in decode)
             return Wait.NO_ROOM
         return chosen
 
     def num_guessed_tokens(self, demand: Demand, worker: WorkerRegistration) -> int:
         """Prompt tokens that the worker probably has in its prefix cache."""
         hashes = demand.hashes(worker.block_size)
-        return self.prefixes.num_hit_spans(ref_of(worker), hashes) * BLOCKS_PER_SPAN * worker.block_size
+        return self.prefixes.num_hit_spans(worker.ref, hashes) * BLOCKS_PER_SPAN * worker.block_size
 
     def num_uncached_tokens(self, demand: Demand, worker: WorkerRegistration) -> int:
         """Prompt tokens that the worker would have to compute, as far as its guesses have come true."""
-        guessed = self.num_guessed_tokens(demand, worker) * self.prefixes.credit(ref_of(worker))
+        guessed = self.num_guessed_tokens(demand, worker) * self.prefixes.credit(worker.ref)
         return max(1, len(demand.token_ids) - int(guessed))
 
     def take_prefill(self, key: Hashable, demand: Demand, worker: WorkerRegistration, now_s: float) -> None:
         """A PrefillJob goes out."""
-        ref = ref_of(worker)
+        ref = worker.ref
         self.prefill_windows.take(ref, key, self.num_uncached_tokens(demand, worker), now_s)
         self.prefixes.note_sent(ref, demand.hashes(worker.block_size), worker.num_blocks // BLOCKS_PER_SPAN)
         self.release_unbound(key)
@@ -152,7 +151,7 @@ class Placement:
     ) -> WorkerRegistration | Wait:
         """The D for a hand-off from `prefill`."""
         ready = [w for w in self.router.ready(workers, Role.DECODE) if w.kv_signature == prefill.kv_signature]
-        usable = [worker for worker in ready if ref_of(worker) not in refused]
+        usable = [worker for worker in ready if worker.ref not in refused]
         if not usable:
             return Wait.ALL_REFUSED if ready else Wait.NO_PAIR
         pinned = [worker for worker in usable if worker.worker_id == demand.pinned_decode]
@@ -163,7 +162,7 @@ class Placement:
     def take_decode(self, key: Hashable, demand: Demand, worker: WorkerRegistration, now_s: float) -> None:
         """A DecodeJob goes out."""
         self.release_unbound(key)
-        self.decode_windows.take(ref_of(worker), key, demand.num_decode_blocks(worker.block_size), now_s)
+        self.decode_windows.take(worker.ref, key, demand.num_decode_blocks(worker.block_size), now_s)
 
     def release_unbound(self, key: Hashable) -> None:
         """The sequence needs no decode worker any more, or has one."""
@@ -178,13 +177,13 @@ class Placement:
 
     def refresh(self, worker: WorkerRegistration, now_s: float) -> None:
         """A newer registration of this worker was read."""
-        self.prefill_windows.refresh(ref_of(worker), now_s)
-        self.decode_windows.refresh(ref_of(worker), now_s)
+        self.prefill_windows.refresh(worker.ref, now_s)
+        self.decode_windows.refresh(worker.ref, now_s)
 
     # --- room
 
     def _has_prefill_room(self, demand: Demand, worker: WorkerRegistration) -> bool:
-        ref = ref_of(worker)
+        ref = worker.ref
         if not self.prefill_windows.has_any(ref):
             return True
         return self.prefill_windows.total(ref) + self.num_uncached_tokens(demand, worker) <= worker.window
@@ -194,7 +193,7 @@ class Placement:
         pool = [worker for worker in decode if worker.kv_signature == kv_signature]
         needed = demand.num_choices * demand.num_decode_blocks(pool[0].block_size)
         is_idle = not self._num_unbound_blocks[kv_signature] and not any(
-            self.decode_windows.has_any(ref_of(worker)) for worker in pool
+            self.decode_windows.has_any(worker.ref) for worker in pool
         )
         num_free = sum(self._free_blocks(worker, demand) for worker in pool)
         return is_idle or not needed or self._num_unbound_blocks[kv_signature] + needed <= num_free
@@ -202,14 +201,12 @@ class Placement:
     def _with_room(self, demand: Demand, decode: list[WorkerRegistration]) -> list[WorkerRegistration]:
         """Those that can take one sequence of this demand now."""
         return [
-            worker
-            for worker in decode
-            if self._free_blocks(worker, demand) > 0 and not self._is_inbox_full(ref_of(worker))
+            worker for worker in decode if self._free_blocks(worker, demand) > 0 and not self._is_inbox_full(worker.ref)
         ]
 
     def _free_blocks(self, worker: WorkerRegistration, demand: Demand) -> int:
         """Blocks that one sequence of this demand may use there; 0: it has to wait. An idle D takes any one."""
-        ref, needed = ref_of(worker), demand.num_decode_blocks(worker.block_size)
+        ref, needed = worker.ref, demand.num_decode_blocks(worker.block_size)
         num_free = worker.window - self.decode_windows.unsettled(ref)
         if not self.decode_windows.has_any(ref):
             num_free = max(num_free, needed, 1)
@@ -217,12 +214,12 @@ class Placement:
 
     def _prefill_load(self, demand: Demand, worker: WorkerRegistration) -> PrefillLoad:
         return PrefillLoad(
-            num_queued_tokens=max(0, worker.load.waiting_tokens + self.prefill_windows.unsettled(ref_of(worker))),
+            num_queued_tokens=max(0, worker.load.waiting_tokens + self.prefill_windows.unsettled(worker.ref)),
             num_uncached_tokens=self.num_uncached_tokens(demand, worker),
         )
 
     def _decode_load(self, demand: Demand, worker: WorkerRegistration) -> DecodeLoad:
-        ref, load = ref_of(worker), worker.load
+        ref, load = worker.ref, worker.load
         return DecodeLoad(
             num_sequences=load.num_running + load.num_waiting + self.decode_windows.num_unsettled(ref),
             num_free_blocks=max(load.num_available_blocks, worker.window) - self.decode_windows.unsettled(ref),

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from pdserve.gateway.dispatch.actions import WorkerRef
+from pdserve.registration import WorkerRef
 
 BLOCKS_PER_SPAN = 4
 """Fewer hashes per prompt: 32k tokens cost about a millisecond, and a guess is at most three blocks too low."""

@@ -13,8 +13,7 @@ import random
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from pdserve.gateway.dispatch.actions import WorkerRef
-from pdserve.registration import Role, WorkerRegistration, WorkerState
+from pdserve.registration import Role, WorkerRef, WorkerRegistration, WorkerState
 
 BATCH_AT_TWICE_THE_STEP = 16
 """A decode step is memory-bound: it takes about twice the time only when this many sequences join."""
@@ -25,11 +24,6 @@ UNMEASURED_TOKENS_PER_S = 1_000.0
 
 Pairs = tuple[list[WorkerRegistration], list[WorkerRegistration]]
 """(prefill, decode)"""
-
-
-def ref_of(worker: WorkerRegistration) -> WorkerRef:
-    """The process behind a registration."""
-    return WorkerRef(worker.worker_id, worker.generation)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +135,7 @@ class Router:
         prefill: WorkerRegistration | None,
     ) -> WorkerRegistration | None:
         """The D with the lower expected step time among two random ones; near `prefill`, if any, when equal."""
-        usable = self._unavoided(candidates, ref_of(prefill) if prefill is not None else None, now_s)
+        usable = self._unavoided(candidates, prefill.ref if prefill is not None else None, now_s)
         fallback_s = _mean(worker.load.step_s for worker in usable) or 1.0
 
         def cost_s(worker: WorkerRegistration) -> float:
@@ -156,7 +150,7 @@ class Router:
     def _unavoided(
         self, candidates: Sequence[WorkerRegistration], peer: WorkerRef | None, now_s: float
     ) -> Sequence[WorkerRegistration]:
-        usable = [worker for worker in candidates if not self.is_avoided(ref_of(worker), peer, now_s)]
+        usable = [worker for worker in candidates if not self.is_avoided(worker.ref, peer, now_s)]
         return usable or candidates
 
     def _two_of(self, candidates: Sequence[WorkerRegistration]) -> list[WorkerRegistration]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-from pdserve.gateway.dispatch.actions import WorkerRef
+from pdserve.registration import WorkerRef
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ from pdserve.log import get_logger
 from pdserve.operator.cluster.credentials import ClusterError
 from pdserve.operator.cluster.kube import Kube, path_of
 from pdserve.operator.names import API_VERSION
-from pdserve.operator.status.conditions import shortened
+from pdserve.operator.status.conditions import shorten
 
 logger = get_logger(__name__)
 
@@ -37,7 +37,7 @@ async def post_event(kube: Kube, service: dict[str, Any], reason: str, message: 
         },
         "type": "Warning" if is_warning else "Normal",
         "reason": reason,
-        "message": shortened(message),
+        "message": shorten(message),
         "firstTimestamp": now,
         "lastTimestamp": now,
         "count": 1,

@@ -19,14 +19,14 @@ _MERGE_KEYS = {
 _APPENDED = {"tolerations", "envFrom"}
 
 
-def overlaid(base: dict[str, Any], overlay: dict[str, Any]) -> dict[str, Any]:
+def apply_overlay(base: dict[str, Any], overlay: dict[str, Any]) -> dict[str, Any]:
     """A new template; null in the overlay removes a field."""
     merged = dict(base)
     for name, value in overlay.items():
         if value is None:
             merged.pop(name, None)
         elif isinstance(value, dict) and isinstance(merged.get(name), dict):
-            merged[name] = overlaid(merged[name], value)
+            merged[name] = apply_overlay(merged[name], value)
         elif isinstance(value, list) and isinstance(merged.get(name), list):
             merged[name] = _merged_list(name, merged[name], value)
         else:
@@ -42,5 +42,5 @@ def _merged_list(name: str, base: list[Any], overlay: list[Any]) -> list[Any]:
         return overlay
     merged = {item[key]: item for item in base}
     for item in overlay:
-        merged[item[key]] = overlaid(merged.get(item[key], {}), item)
+        merged[item[key]] = apply_overlay(merged.get(item[key], {}), item)
     return list(merged.values())

@@ -64,7 +64,7 @@ def plan_of(spec: ServiceSpec, owner: Owner, facts: ClusterFacts, hold: tuple[in
         *_monitoring(spec, owner.namespace, facts),
     ]
     return Plan(
-        others=[finished(made, owner) for made in others],
+        others=[with_owner(made, owner) for made in others],
         gateway=with_replicas(gateway, spec.gateway.replicas),
         pools={role: deployment(spec.name, role, template) for role, template in pools.items()},
         signature=signature,
@@ -72,7 +72,7 @@ def plan_of(spec: ServiceSpec, owner: Owner, facts: ClusterFacts, hold: tuple[in
     )
 
 
-def finished(made: Json, owner: Owner) -> Json:
+def with_owner(made: Json, owner: Owner) -> Json:
     """With namespace, owner and the digest of everything, as it is applied."""
     metadata = made["metadata"] | {"namespace": owner.namespace, "ownerReferences": [owner.reference]}
     digest = digest_of(made | {"metadata": metadata})

@@ -17,7 +17,7 @@ from pdserve.operator.names import (
     TEMPLATE_LABEL,
     selector,
 )
-from pdserve.operator.objects.overlay import overlaid
+from pdserve.operator.objects.overlay import apply_overlay
 from pdserve.operator.objects.process_settings import CLAIM_FOLDER, HOME, KEYS_FOLDER, transport
 
 Json = dict[str, Any]
@@ -82,7 +82,7 @@ def security(**more: Any) -> Json:
 
 def _template(spec: ServiceSpec, role: str, pod: Json, more_labels: dict[str, str], overlay: Json) -> Json:
     labels = selector(spec.name, role) | more_labels
-    template = overlaid({"metadata": {"labels": labels}, "spec": pod}, overlay)
+    template = apply_overlay({"metadata": {"labels": labels}, "spec": pod}, overlay)
     # The selector is immutable: whatever an overlay says, these labels stay.
     template["metadata"]["labels"] |= labels
     template["metadata"]["labels"][TEMPLATE_LABEL] = digest_of(template)

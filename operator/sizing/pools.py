@@ -78,7 +78,7 @@ def _without_node_s(pod: PodSeen, now_s: float) -> float:
     return max(0.001, now_s - pod.unschedulable_since_s) if pod.unschedulable_since_s is not None else 0.0
 
 
-def stepped(service: str, role: str, made: Json, step: PoolStep) -> Json:
+def apply_step(service: str, role: str, made: Json, step: PoolStep) -> Json:
     """A pool's Deployment for one step of a rollout."""
     template = made["spec"]["template"]
     held = deployment(service, role, template, hold=step.hold, max_replaced=step.max_replaced)

@@ -28,7 +28,9 @@ class Condition:
         return "Unknown" if self.status is None else str(self.status)
 
 
-def merged(previous: Iterable[Json], conditions: Iterable[Condition], generation: int, now: str) -> list[Json]:
+def merge_conditions(
+    previous: Iterable[Json], conditions: Iterable[Condition], generation: int, now: str
+) -> list[Json]:
     """As the API stores them; `lastTransitionTime` is kept while the status is the same."""
     before = {condition["type"]: condition for condition in previous}
     return [_merged(before.get(condition.type), condition, generation, now) for condition in conditions]
@@ -42,7 +44,7 @@ def transitions(before: Iterable[Json], after: Iterable[Json]) -> list[Json]:
     ]
 
 
-def shortened(message: str) -> str:
+def shorten(message: str) -> str:
     """At most as long as a message may be."""
     return message if len(message) <= _MAX_MESSAGE else message[: _MAX_MESSAGE - 1] + "…"
 
@@ -53,7 +55,7 @@ def _merged(before: Json | None, condition: Condition, generation: int, now: str
         "type": condition.type,
         "status": condition.status_text,
         "reason": condition.reason,
-        "message": shortened(condition.message),
+        "message": shorten(condition.message),
         "lastTransitionTime": before["lastTransitionTime"] if before is not None and is_same else now,
         "observedGeneration": generation,
     }

@@ -8,7 +8,7 @@ from typing import Any
 
 from pdserve.operator.api.status_schema import MAX_DECISIONS
 from pdserve.operator.names import DECODE, GATEWAY, POOLS, PREFILL, REDIS
-from pdserve.operator.status.conditions import Condition, merged
+from pdserve.operator.status.conditions import Condition, merge_conditions
 from pdserve.operator.status.health import Health
 
 Json = dict[str, Any]
@@ -54,7 +54,7 @@ def service_status(previous: Json, facts: StatusFacts, generation: int, now: str
     ]
     status = {
         "observedGeneration": generation,
-        "conditions": merged(previous.get("conditions", []), conditions, generation, now),
+        "conditions": merge_conditions(previous.get("conditions", []), conditions, generation, now),
         "pools": {role: _pool(count) for role, count in facts.pools.items()},
         "kvSignature": facts.signature,
         "url": facts.url,
@@ -72,7 +72,7 @@ def refused_status(previous: Json, reason: str, message: str, generation: int, n
     conditions = [Condition("Degraded", True, reason, message + kept)]
     if not runs:
         conditions.append(Condition("Ready", False, reason, message))
-    fresh = merged(previous.get("conditions", []), conditions, generation, now)
+    fresh = merge_conditions(previous.get("conditions", []), conditions, generation, now)
     names = {condition["type"] for condition in fresh}
     kept_conditions = [condition for condition in previous.get("conditions", []) if condition["type"] not in names]
     return previous | {"observedGeneration": generation, "conditions": [*kept_conditions, *fresh]}

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import msgspec
 
 from pdserve.errors import BusError
+from pdserve.registration import WorkerRef
 from pdserve.sampling_params import SamplingParams
 
 SCHEMA_VERSION = 1
@@ -78,6 +79,30 @@ class AttemptMessage(Message, frozen=True, kw_only=True, tag=True):
         return SequenceKey(self.request_id, self.choice)
 
 
+class WorkerMessage(Message, frozen=True, kw_only=True, tag=True):
+    """Base of what a worker says about several attempts at once."""
+
+    worker_id: str
+    generation: str
+
+    @property
+    def worker(self) -> WorkerRef:
+        """The process that says it."""
+        return WorkerRef(self.worker_id, self.generation)
+
+
+class WorkerAttemptMessage(AttemptMessage, frozen=True, kw_only=True, tag=True):
+    """Base of what a worker says about one attempt."""
+
+    worker_id: str
+    generation: str
+
+    @property
+    def worker(self) -> WorkerRef:
+        """The process that says it."""
+        return WorkerRef(self.worker_id, self.generation)
+
+
 # --- gateway → workers
 
 
@@ -133,11 +158,9 @@ class ResendTokens(AttemptMessage, frozen=True, kw_only=True, tag=True):
 # --- hand-off: D ↔ P
 
 
-class KvWant(AttemptMessage, frozen=True, kw_only=True, tag=True):
+class KvWant(WorkerAttemptMessage, frozen=True, kw_only=True, tag=True):
     """D has reserved its blocks and wants P's. Answered with KvReady for all finished chunks, then each new one."""
 
-    worker_id: str
-    generation: str
     kv_signature: str
     backend: str
     """The backend that D chose for the pair: nixl or tcp."""
@@ -151,11 +174,9 @@ class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     top_logprobs: list[float]
 
 
-class KvReady(AttemptMessage, frozen=True, kw_only=True, tag=True):
+class KvReady(WorkerAttemptMessage, frozen=True, kw_only=True, tag=True):
     """These blocks are complete on P's device and leased. The last one carries token 0."""
 
-    worker_id: str
-    generation: str
     first_block_index: int
     """Index into the sequence's block table of the first block below."""
     block_ids: list[int]
@@ -169,21 +190,17 @@ class KvReady(AttemptMessage, frozen=True, kw_only=True, tag=True):
     token0_logprobs: TokenLogprobs | None = None
 
 
-class KvFailed(AttemptMessage, frozen=True, kw_only=True, tag=True):
+class KvFailed(WorkerAttemptMessage, frozen=True, kw_only=True, tag=True):
     """P cannot serve this hand-off."""
 
-    worker_id: str
-    generation: str
     reason: str
     """unknown | stale | nonce | generation | geometry | schema | cancelled | prefill_failed | expired."""
     detail: str = ""
 
 
-class KvRelease(AttemptMessage, frozen=True, kw_only=True, tag=True):
+class KvRelease(WorkerAttemptMessage, frozen=True, kw_only=True, tag=True):
     """D needs P's blocks no more: no READ of them is in flight."""
 
-    worker_id: str
-    generation: str
     is_complete: bool = True
     """True: everything was read and verified, P may free the blocks. False: given up; another D may still come."""
 
@@ -205,11 +222,9 @@ class LeaseItem(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         return AttemptKey(self.request_id, self.choice, self.attempt, self.nonce)
 
 
-class LeaseRenewal(Message, frozen=True, kw_only=True, tag=True):
+class LeaseRenewal(WorkerMessage, frozen=True, kw_only=True, tag=True):
     """D to one P, each heartbeat: every hand-off held. P renews, re-announces what is missing, or says unknown."""
 
-    worker_id: str
-    generation: str
     items: list[LeaseItem]
 
 
@@ -228,11 +243,9 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     transfer_bytes: int = 0
 
 
-class Started(AttemptMessage, frozen=True, kw_only=True, tag=True):
+class Started(WorkerAttemptMessage, frozen=True, kw_only=True, tag=True):
     """P has begun with this prompt: all its blocks are reserved. The gateway now picks a decode worker."""
 
-    worker_id: str
-    generation: str
     num_cached_tokens: int
     schedule_s: float
 
@@ -258,19 +271,15 @@ class SequenceTokens(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return AttemptKey(self.request_id, self.choice, self.attempt, self.nonce)
 
 
-class TokenBatch(Message, frozen=True, kw_only=True, tag=True):
+class TokenBatch(WorkerMessage, frozen=True, kw_only=True, tag=True):
     """All that one step (or one finished prefill) produced for one gateway."""
 
-    worker_id: str
-    generation: str
     items: list[SequenceTokens]
 
 
-class Finished(AttemptMessage, frozen=True, kw_only=True, tag=True):
+class Finished(WorkerAttemptMessage, frozen=True, kw_only=True, tag=True):
     """The sequence is complete. Travels in the same stream entry as its last tokens."""
 
-    worker_id: str
-    generation: str
     finish_reason: str
     """stop | length."""
     num_output_tokens: int
@@ -279,11 +288,9 @@ class Finished(AttemptMessage, frozen=True, kw_only=True, tag=True):
     """The end-of-sequence or stop token that ended it: always the last output token."""
 
 
-class Failed(AttemptMessage, frozen=True, kw_only=True, tag=True):
+class Failed(WorkerAttemptMessage, frozen=True, kw_only=True, tag=True):
     """The attempt ended on this worker without finishing."""
 
-    worker_id: str
-    generation: str
     reason: str
     """no_capacity | draining | handoff_timeout | handoff_failed | integrity | prefill_failed | no_token0 |
     prefill_timeout | deadline | too_long | fingerprint | schema | step_failed | restarting | cancelled."""
@@ -311,11 +318,9 @@ class RosterItem(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         return AttemptKey(self.request_id, self.choice, self.attempt, self.nonce)
 
 
-class Roster(Message, frozen=True, kw_only=True, tag=True):
+class Roster(WorkerMessage, frozen=True, kw_only=True, tag=True):
     """With each heartbeat: all attempts of one gateway that a worker holds, finished ones for three heartbeats."""
 
-    worker_id: str
-    generation: str
     items: list[RosterItem]
 
 

@@ -7,8 +7,19 @@ so the load in it is at most one heartbeat old. `bus/registry.py` reads and writ
 from __future__ import annotations
 
 import enum
+from typing import NamedTuple
 
 import msgspec
+
+
+class WorkerRef(NamedTuple):
+    """One worker process, for all who speak of it: a restarted worker is another one."""
+
+    worker_id: str
+    generation: str
+
+    def __str__(self) -> str:
+        return f"{self.worker_id}:{self.generation}"
 
 
 class Role(enum.StrEnum):
@@ -67,6 +78,11 @@ class WorkerRegistration(msgspec.Struct, frozen=True, kw_only=True):
     """P: prompt tokens, D: KV blocks that *each* gateway may have outstanding here."""
     heartbeat_s: float = 1.0
     load: WorkerLoad = WorkerLoad()
+
+    @property
+    def ref(self) -> WorkerRef:
+        """The process that this registration is about."""
+        return WorkerRef(self.worker_id, self.generation)
 
 
 class GatewayRegistration(msgspec.Struct, frozen=True, kw_only=True):

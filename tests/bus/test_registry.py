@@ -15,7 +15,7 @@ from pdserve.bus.bus import Bus
 from pdserve.bus.registry import Registry, RegistryView
 from pdserve.errors import BusError
 from pdserve.local.redis_server import RedisServer
-from pdserve.registration import GatewayRegistration, Role, WorkerLoad, WorkerRegistration, WorkerState
+from pdserve.registration import GatewayRegistration, Role, WorkerLoad, WorkerRef, WorkerRegistration, WorkerState
 
 HEARTBEAT_S = 0.1
 TTL_S = 3 * HEARTBEAT_S
@@ -102,8 +102,8 @@ async def test_a_worker_that_stops_beating_is_gone_after_its_time_to_live(
     async with beating(bus, worker()):
         await until(lambda: "p1" in view.workers)
         await asyncio.sleep(2 * TTL_S)
-        assert not view.is_gone("p1", "g1")
-    await until(lambda: view.is_gone("p1", "g1"))
+        assert not view.is_gone(WorkerRef("p1", "g1"))
+    await until(lambda: view.is_gone(WorkerRef("p1", "g1")))
     await until(lambda: "p1" not in view.workers)
     await until(lambda: changes[-1] == set())
 
@@ -114,7 +114,7 @@ async def test_a_withdrawn_registration_is_gone(bus: Bus, view: RegistryView, un
     await until(lambda: view.workers and view.gateways)
     await Registry(bus).withdraw_worker("p1")
     await Registry(bus).withdraw_gateway("gw")
-    await until(lambda: view.is_gone("p1", "g1") and view.is_gateway_gone("gw"))
+    await until(lambda: view.is_gone(WorkerRef("p1", "g1")) and view.is_gateway_gone("gw"))
     await until(lambda: not view.workers and not view.gateways)
 
 
@@ -124,9 +124,9 @@ async def test_another_generation_under_the_same_name_means_the_old_one_is_gone(
     async with beating(bus, worker(generation="old")):
         await until(lambda: "p1" in view.workers)
     async with beating(bus, worker(generation="new")):
-        await until(lambda: view.is_gone("p1", "old"))
+        await until(lambda: view.is_gone(WorkerRef("p1", "old")))
         await until(lambda: view.workers["p1"].generation == "new")
-        assert not view.is_gone("p1", "new")
+        assert not view.is_gone(WorkerRef("p1", "new"))
 
 
 async def test_a_restarted_empty_server_makes_nobody_gone(own_server: RedisServer, own_bus: Bus, until: Any) -> None:
@@ -142,10 +142,10 @@ async def test_a_restarted_empty_server_makes_nobody_gone(own_server: RedisServe
     await until(lambda: own_bus.num_reconnects)
     await asyncio.sleep(5 * HEARTBEAT_S)  # several polls that find an empty server
     assert "p1" in view.workers
-    assert not view.is_gone("p1", "g1")
+    assert not view.is_gone(WorkerRef("p1", "g1"))
     await Registry(own_bus).announce_worker(registration, 3.0)
     await asyncio.sleep(5 * HEARTBEAT_S)
-    assert not view.is_gone("p1", "g1")
+    assert not view.is_gone(WorkerRef("p1", "g1"))
     assert mourned == []
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
@@ -159,7 +159,7 @@ async def test_a_dead_server_makes_nobody_gone(own_server: RedisServer, own_bus:
     own_server.stop()
     await asyncio.sleep(3 * TTL_S)
     assert "p1" in view.workers
-    assert not view.is_gone("p1", "g1")
+    assert not view.is_gone(WorkerRef("p1", "g1"))
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
 
@@ -189,61 +189,61 @@ async def test_an_unchanged_poll_calls_nobody(bus: Bus) -> None:
 
 
 def test_a_process_once_seen_is_gone_when_missing_after_one_whole_ttl_of_connection() -> None:
-    absence = Absence()
-    absence.polled({"p1": "g1"}, "run", 0.0)
-    absence.polled({}, "run", 1.0)
-    assert not absence.is_gone("p1", "g1", 3.0)
-    absence.polled({}, "run", 3.0)
-    assert absence.is_gone("p1", "g1", 3.0)
+    absence: Absence[WorkerRef] = Absence()
+    absence.polled({WorkerRef("p1", "g1")}, "run", 0.0)
+    absence.polled(set(), "run", 1.0)
+    assert not absence.is_gone(WorkerRef("p1", "g1"), 3.0)
+    absence.polled(set(), "run", 3.0)
+    assert absence.is_gone(WorkerRef("p1", "g1"), 3.0)
 
 
 def test_an_expired_key_counts_at_once_when_the_connection_is_old_enough() -> None:
-    absence = Absence()
+    absence: Absence[WorkerRef] = Absence()
     for now_s in range(10):
-        absence.polled({"p1": "g1"}, "run", float(now_s))
-    absence.polled({}, "run", 10.0)
-    assert absence.is_gone("p1", "g1", 3.0)
-    assert not absence.is_gone("p1", "g1", 11.0)
+        absence.polled({WorkerRef("p1", "g1")}, "run", float(now_s))
+    absence.polled(set(), "run", 10.0)
+    assert absence.is_gone(WorkerRef("p1", "g1"), 3.0)
+    assert not absence.is_gone(WorkerRef("p1", "g1"), 11.0)
 
 
 @pytest.mark.parametrize("breaks", ["another server", "a failed poll"])
 def test_a_break_of_the_connection_starts_the_count_anew(breaks: str) -> None:
-    absence = Absence()
+    absence: Absence[WorkerRef] = Absence()
     for now_s in range(10):
-        absence.polled({"p1": "g1"}, "run", float(now_s))
+        absence.polled({WorkerRef("p1", "g1")}, "run", float(now_s))
     if breaks == "a failed poll":
         absence.failed()
-        assert not absence.is_gone("p1", "g1", 3.0)
+        assert not absence.is_gone(WorkerRef("p1", "g1"), 3.0)
     run_id = "other" if breaks == "another server" else "run"
-    absence.polled({}, run_id, 10.0)
-    absence.polled({}, run_id, 12.9)
-    assert not absence.is_gone("p1", "g1", 3.0)
-    absence.polled({}, run_id, 13.0)
-    assert absence.is_gone("p1", "g1", 3.0)
+    absence.polled(set(), run_id, 10.0)
+    absence.polled(set(), run_id, 12.9)
+    assert not absence.is_gone(WorkerRef("p1", "g1"), 3.0)
+    absence.polled(set(), run_id, 13.0)
+    assert absence.is_gone(WorkerRef("p1", "g1"), 3.0)
 
 
 def test_a_process_never_seen_has_one_ttl_from_the_first_question() -> None:
-    absence = Absence()
+    absence: Absence[WorkerRef] = Absence()
     for now_s in range(10):
-        absence.polled({}, "run", float(now_s))
-    assert not absence.is_gone("d9", "g1", 3.0)
-    absence.polled({}, "run", 10.0)
-    absence.polled({}, "run", 12.0)
-    assert not absence.is_gone("d9", "g1", 3.0)
-    absence.polled({}, "run", 13.0)
-    assert absence.is_gone("d9", "g1", 3.0)
+        absence.polled(set(), "run", float(now_s))
+    assert not absence.is_gone(WorkerRef("d9", "g1"), 3.0)
+    absence.polled(set(), "run", 10.0)
+    absence.polled(set(), "run", 12.0)
+    assert not absence.is_gone(WorkerRef("d9", "g1"), 3.0)
+    absence.polled(set(), "run", 13.0)
+    assert absence.is_gone(WorkerRef("d9", "g1"), 3.0)
 
 
 def test_a_process_that_comes_back_is_not_gone() -> None:
-    absence = Absence()
-    absence.polled({"p1": "g1"}, "run", 0.0)
-    absence.polled({}, "run", 10.0)
-    absence.polled({"p1": "g1"}, "run", 11.0)
-    assert not absence.is_gone("p1", "g1", 3.0)
+    absence: Absence[WorkerRef] = Absence()
+    absence.polled({WorkerRef("p1", "g1")}, "run", 0.0)
+    absence.polled(set(), "run", 10.0)
+    absence.polled({WorkerRef("p1", "g1")}, "run", 11.0)
+    assert not absence.is_gone(WorkerRef("p1", "g1"), 3.0)
 
 
 def test_processes_long_gone_are_forgotten() -> None:
-    absence = Absence()
+    absence: Absence[WorkerRef] = Absence()
     for number in range(1000):
-        absence.polled({f"p{number}": "g"}, "run", 10.0 * number)
+        absence.polled({WorkerRef(f"p{number}", "g")}, "run", 10.0 * number)
     assert len(absence._known) < 100

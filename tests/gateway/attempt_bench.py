@@ -6,10 +6,10 @@ import itertools
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-from pdserve.gateway.dispatch.actions import Action, Emit, Send, WorkerRef
+from pdserve.gateway.dispatch.actions import Action, Emit, Send
 from pdserve.gateway.dispatch.jobs import SequenceSpec
 from pdserve.gateway.dispatch.outcomes import RetryLimits
-from pdserve.gateway.dispatch.sequence_machine import SequenceAttempts
+from pdserve.gateway.dispatch.sequence_machine import SequenceMachine
 from pdserve.gateway.generation.request import FinishedEvent, TokensEvent
 from pdserve.messages import (
     AttemptKey,
@@ -20,6 +20,7 @@ from pdserve.messages import (
     SequenceTokens,
     Started,
 )
+from pdserve.registration import WorkerRef
 from pdserve.sampling_params import SamplingParams
 
 P, P2 = WorkerRef("P", "1"), WorkerRef("P2", "1")
@@ -44,7 +45,7 @@ class Bench:
             deadline_s=100.0,
             eos_token_ids=eos,
         )
-        self.machine = SequenceAttempts(spec, limits, lambda: f"nonce{next(nonces)}")
+        self.machine = SequenceMachine(spec, limits, lambda: f"nonce{next(nonces)}")
         self.now_s = 0.0
 
     @property

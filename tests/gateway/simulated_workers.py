@@ -12,7 +12,6 @@ import itertools
 import random
 from dataclasses import dataclass, field
 
-from pdserve.gateway.dispatch.actions import WorkerRef
 from pdserve.messages import (
     AttemptKey,
     Cancel,
@@ -28,6 +27,7 @@ from pdserve.messages import (
     Started,
     TokenBatch,
 )
+from pdserve.registration import WorkerRef
 
 LEASE_S = 10.0
 HANDOFF_TIMEOUT_S = 8.0

@@ -7,11 +7,11 @@ import pytest
 from pdserve.engine.sequence import Sequence
 from pdserve.messages import AttemptKey
 from pdserve.prefill_worker.offer import Offer, Reader
+from pdserve.registration import WorkerRef
 from pdserve.sampling_params import SamplingParams
-from pdserve.transfer.base import PeerId
 
 BLOCK_SIZE = 4
-D = PeerId("d", "g1")
+D = WorkerRef("d", "g1")
 
 
 def make_offer(num_prompt_tokens: int, *, has_digests: bool = True) -> Offer:

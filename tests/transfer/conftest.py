@@ -18,7 +18,8 @@ import psutil
 import pytest
 import torch
 
-from pdserve.transfer.base import Descriptor, PeerId, PullResult, Transport
+from pdserve.registration import WorkerRef
+from pdserve.transfer.base import Descriptor, PullResult, Transport
 from pdserve.transfer.descriptor import decode_descriptor
 from pdserve.transfer.nixl.transport import NixlTransport
 from pdserve.transfer.tcp.transport import TcpTransport
@@ -70,7 +71,7 @@ class PeerProcess:
         return self._descriptor
 
     @property
-    def peer(self) -> PeerId:
+    def peer(self) -> WorkerRef:
         return self.descriptor.peer
 
     @property
@@ -162,7 +163,7 @@ class LocalSide:
         self.descriptor = self.transport.register(self.blocks, "d-1", "g1", SIGNATURE)
 
     def pull(
-        self, peer: PeerId, remote_ids: list[int], local_ids: list[int], *, nonce: str = NONCE, within_s: float = 5.0
+        self, peer: WorkerRef, remote_ids: list[int], local_ids: list[int], *, nonce: str = NONCE, within_s: float = 5.0
     ) -> int:
         return self.transport.pull(peer, nonce, remote_ids, local_ids, time.monotonic() + within_s)
 

@@ -17,7 +17,7 @@ from pdserve.bus.bus import Bus, call_all
 from pdserve.bus.client import Command
 from pdserve.errors import BusError
 from pdserve.log import get_logger
-from pdserve.registration import GatewayRegistration, WorkerRegistration
+from pdserve.registration import GatewayRegistration, WorkerRef, WorkerRegistration
 
 _log = get_logger(__name__)
 
@@ -90,8 +90,8 @@ class RegistryView:
     def __init__(self, bus: Bus, heartbeat_s: float = 1.0) -> None:
         self._bus = bus
         self._heartbeat_s = heartbeat_s
-        self._workers_absence = Absence()
-        self._gateways_absence = Absence()
+        self._workers_absence: Absence[WorkerRef] = Absence()
+        self._gateways_absence: Absence[str] = Absence()
         self._callbacks: list[Callable[[], None]] = []
         self.workers: dict[str, WorkerRegistration] = {}
         """Last known, by id; those whose key vanished stay until their absence counts."""
@@ -103,13 +103,13 @@ class RegistryView:
         """Call back after each poll that found anything new: somebody came, went, or reported another load."""
         self._callbacks.append(callback)
 
-    def is_gone(self, worker_id: str, generation: str) -> bool:
+    def is_gone(self, worker: WorkerRef) -> bool:
         """Whether this very worker process is known to be gone: key absent, or another generation's."""
-        return self._workers_absence.is_gone(worker_id, generation, self._worker_ttl_s(worker_id))
+        return self._workers_absence.is_gone(worker, self._worker_ttl_s(worker.worker_id))
 
     def is_gateway_gone(self, gateway_id: str) -> bool:
         """Whether this gateway is known to be gone."""
-        return self._gateways_absence.is_gone(gateway_id, "", 3 * self._heartbeat_s)
+        return self._gateways_absence.is_gone(gateway_id, 3 * self._heartbeat_s)
 
     async def run(self) -> None:
         """Poll until cancelled. A bus that is away changes nothing here."""
@@ -136,8 +136,8 @@ class RegistryView:
         workers = await self._fetch(WorkerRegistration, worker_ids, keys.worker)
         gateways = await self._fetch(GatewayRegistration, gateway_ids, keys.gateway)
         run_id, now_s = str(info["run_id"]), self._bus.clock()
-        self._workers_absence.polled({name: worker.generation for name, worker in workers.items()}, run_id, now_s)
-        self._gateways_absence.polled(dict.fromkeys(gateways, ""), run_id, now_s)
+        self._workers_absence.polled({worker.ref for worker in workers.values()}, run_id, now_s)
+        self._gateways_absence.polled(gateways.keys(), run_id, now_s)
         self._take_over(workers, gateways)
 
     async def _fetch(self, kind: type[R], names: Sequence[bytes], key_of: Callable[[str], str]) -> dict[str, R]:
@@ -153,9 +153,7 @@ class RegistryView:
         return registrations
 
     def _take_over(self, workers: dict[str, WorkerRegistration], gateways: dict[str, GatewayRegistration]) -> None:
-        kept_workers = {
-            name: worker for name, worker in self.workers.items() if not self.is_gone(name, worker.generation)
-        }
+        kept_workers = {name: worker for name, worker in self.workers.items() if not self.is_gone(worker.ref)}
         kept_gateways = {name: gateway for name, gateway in self.gateways.items() if not self.is_gateway_gone(name)}
         before = self.is_loaded, self.workers, self.gateways
         self.workers, self.gateways, self.is_loaded = kept_workers | workers, kept_gateways | gateways, True

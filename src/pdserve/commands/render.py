@@ -14,7 +14,7 @@ from pdserve.operator.api.crds import to_yaml
 from pdserve.operator.api.spec import SpecError, read_service
 from pdserve.operator.facts import ClusterFacts, Owner
 from pdserve.operator.names import API_VERSION, REDIS, child, labels
-from pdserve.operator.objects.plan import finished, plan_of
+from pdserve.operator.objects.plan import plan_of, with_owner
 
 Json = dict[str, Any]
 
@@ -48,7 +48,7 @@ def rendered(service: Json, namespace: str, facts: ClusterFacts) -> list[Json]:
     plan = plan_of(spec, owner, facts)
     pools = [made | {"spec": made["spec"] | {"replicas": spec.pools[role].min}} for role, made in plan.pools.items()]
     secret = [_password_secret(spec.name)] if plan.has_managed_redis else []
-    unfinished = [finished(made, owner) for made in (*secret, plan.gateway, *pools)]
+    unfinished = [with_owner(made, owner) for made in (*secret, plan.gateway, *pools)]
     return [*plan.others, *unfinished]
 
 

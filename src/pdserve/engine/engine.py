@@ -18,9 +18,9 @@ from pdserve.engine.kv.block_pool import BlockPool, BlockState, Holder, LedgerRe
 from pdserve.engine.kv.block_tables import BlockTables, holder_of
 from pdserve.engine.sampling.sampler import SampledToken, sample
 from pdserve.engine.sampling.stop import check_stop
-from pdserve.engine.scheduling.admission import HandOffGate, company_of
-from pdserve.engine.scheduling.scheduler import NO_PACE, Schedule, Scheduler, work_of
-from pdserve.engine.scheduling.step_targets import Pace, num_admissible
+from pdserve.engine.scheduling.admission import HandOffGate, decode_batch_of
+from pdserve.engine.scheduling.scheduler import NO_TARGETS, Schedule, Scheduler, work_of
+from pdserve.engine.scheduling.step_targets import StepTargets, num_admissible
 from pdserve.engine.scheduling.step_time import StepTimeModel
 from pdserve.engine.sequence import Sequence, SequenceState
 from pdserve.engine.step_output import StepOutput
@@ -44,7 +44,7 @@ class Engine:
         eos_token_ids: every id that ends a sequence by itself.
         watermark_blocks: blocks kept for the growth of running sequences.
         clock: monotonic seconds.
-        pace: how long a step may take.
+        targets: how long a step may take.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Engine:
         eos_token_ids: frozenset[int],
         watermark_blocks: int,
         clock: Callable[[], float],
-        pace: Pace = NO_PACE,
+        targets: StepTargets = NO_TARGETS,
     ) -> None:
         self.executor = executor
         self.eos_token_ids = eos_token_ids
@@ -73,11 +73,11 @@ class Engine:
             max_num_batched_tokens=max_num_batched_tokens,
             max_wait_s=max_wait_s,
             watermark_blocks=watermark_blocks,
-            pace=pace,
+            targets=targets,
         )
         self.step_time = StepTimeModel()
         """Of the steps that succeeded."""
-        self._gate = HandOffGate(pace, max_wait_s)
+        self._gate = HandOffGate(targets, max_wait_s)
         self.kv_cache: Tensor = executor.allocate_kv_cache(num_blocks)
         self.sequences_in_step: list[Sequence] = []
         """Those of the running, or the failed, step."""
@@ -111,9 +111,9 @@ class Engine:
     @property
     def can_join_decode(self) -> bool:
         """Whether one more sequence like those here could decode within the target step time. Any thread."""
-        company = company_of([*self.scheduler.running, *self._receiving.values()])
-        mean_tokens = company.num_context_tokens / max(1, company.num_sequences)
-        return num_admissible(self.scheduler.pace, self.step_time.fit.decode, company, mean_tokens) >= 1
+        decode_batch = decode_batch_of([*self.scheduler.running, *self._receiving.values()])
+        mean_tokens = decode_batch.num_context_tokens / max(1, decode_batch.num_sequences)
+        return num_admissible(self.scheduler.targets, self.step_time.fit.decode, decode_batch, mean_tokens) >= 1
 
     # --- arrivals
 
@@ -142,8 +142,8 @@ class Engine:
         now_s = self._clock()
         if not self.scheduler.admits_newcomers(now_s):
             raise NoCapacityError("preempted or long waiting sequences come first")
-        company = company_of([*self.scheduler.running, *self._receiving.values()])
-        self._gate.check(sequence, company, self.step_time.fit.decode, now_s)
+        decode_batch = decode_batch_of([*self.scheduler.running, *self._receiving.values()])
+        self._gate.check(sequence, decode_batch, self.step_time.fit.decode, now_s)
         hits = self.tables.find_prefix(sequence, sequence.num_prompt_tokens)
         num_blocks = min(self._num_prompt_blocks(sequence) + 1, self.block_pool.num_blocks)
         is_alone = not (self.scheduler.running or self._receiving)

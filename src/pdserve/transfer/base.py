@@ -17,15 +17,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 import torch
 
-
-class PeerId(NamedTuple):
-    """A worker process: its id alone is not enough, a restarted worker is another peer."""
-
-    worker_id: str
-    generation: str
-
-    def __str__(self) -> str:
-        return f"{self.worker_id}:{self.generation}"
+from pdserve.registration import WorkerRef
 
 
 class Descriptor(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,9 +36,9 @@ class Descriptor(msgspec.Struct, frozen=True, kw_only=True):
     """BLAKE2b-128 over all fields above: checked before anything is handed to native code."""
 
     @property
-    def peer(self) -> PeerId:
+    def peer(self) -> WorkerRef:
         """Whose blocks these are."""
-        return PeerId(self.worker_id, self.generation)
+        return WorkerRef(self.worker_id, self.generation)
 
 
 class PullState(enum.Enum):
@@ -120,7 +112,7 @@ class Transport(Protocol):
         """
         ...
 
-    def is_connected(self, peer: PeerId) -> bool:
+    def is_connected(self, peer: WorkerRef) -> bool:
         """Whether a wire-up READ has come back from a peer; False while it is still awaited.
 
         Raises:
@@ -132,7 +124,7 @@ class Transport(Protocol):
         """`start_connect`, then wait for `is_connected`; raises what they raise. See `wait_connected`."""
         ...
 
-    def pull(self, peer: PeerId, nonce: str, remote_ids: list[int], local_ids: list[int], deadline_s: float) -> int:
+    def pull(self, peer: WorkerRef, nonce: str, remote_ids: list[int], local_ids: list[int], deadline_s: float) -> int:
         """Start READing remote blocks into local ones; returns a handle for `poll`.
 
         `deadline_s` is on the local monotonic clock; after it `poll` reports a failure with reason timeout.
@@ -150,7 +142,7 @@ class Transport(Protocol):
         """Give a READ up. True: it is terminal now; False: its blocks stay quarantined until `poll` says so."""
         ...
 
-    def disconnect(self, peer: PeerId) -> None:
+    def disconnect(self, peer: WorkerRef) -> None:
         """Drop a peer; its active READs fail with reason disconnected."""
         ...
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from dataclasses import dataclass, field
 
-from pdserve.transfer.base import PeerId
+from pdserve.registration import WorkerRef
 
 
 def new_generation() -> str:
@@ -21,9 +21,9 @@ class Identity:
     generation: str = field(default_factory=new_generation)
 
     @property
-    def peer(self) -> PeerId:
+    def peer(self) -> WorkerRef:
         """As peers know it."""
-        return PeerId(self.worker_id, self.generation)
+        return WorkerRef(self.worker_id, self.generation)
 
     def renew(self) -> None:
         """Become another peer: everything said to the old generation is void."""

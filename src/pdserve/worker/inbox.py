@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pdserve.bus.bus import Bus
 from pdserve.bus.reader import StreamReader
 from pdserve.messages import AnyMessage
-from pdserve.transfer.base import PeerId
+from pdserve.registration import WorkerRef
 
 
 class Inbox:
@@ -25,7 +25,7 @@ class Inbox:
         """How long, in all, no message could arrive: KV leases stand still for as long."""
         return self._past_disconnected_s + (self._reader.disconnected_s if self._reader is not None else 0.0)
 
-    def open(self, peer: PeerId, handler: Callable[[AnyMessage], None]) -> None:
+    def open(self, peer: WorkerRef, handler: Callable[[AnyMessage], None]) -> None:
         """Read the inbox of this generation; another one is closed."""
         self.close()
         self._reader = StreamReader(self._bus, self._bus.keys.inbox(*peer), handler)

@@ -22,7 +22,7 @@ from pdserve.engine.executors.cpu.packed_file import WeightSharing
 from pdserve.engine.executors.fake import FakeOptions
 from pdserve.engine.kv.block_pool import LedgerReport
 from pdserve.engine.loader import choose_num_blocks, free_memory_bytes, load_executor
-from pdserve.engine.scheduling.step_targets import Pace
+from pdserve.engine.scheduling.step_targets import StepTargets
 from pdserve.engine.sequence import Sequence
 from pdserve.log import get_logger
 from pdserve.messages import AttemptKey
@@ -149,19 +149,19 @@ def _make_engine(settings: WorkerSettings, card: ModelCard, executor: Executor, 
         eos_token_ids=card.eos_token_ids,
         watermark_blocks=int(num_blocks * _WATERMARK_RATIO),
         clock=clock,
-        pace=_pace(settings),
+        targets=_step_targets(settings),
     )
 
 
-def _pace(settings: WorkerSettings) -> Pace:
+def _step_targets(settings: WorkerSettings) -> StepTargets:
     """What each role is asked for; the other aim does not occur in it."""
     match settings:
         case PrefillSettings():
-            return Pace(prompt_step_s=settings.prefill_step_s)
+            return StepTargets(prompt_step_s=settings.prefill_step_s)
         case DecodeSettings():
-            return Pace(tpot_s=settings.tpot_slo_s)
+            return StepTargets(tpot_s=settings.tpot_slo_s)
         case _:
-            return Pace()
+            return StepTargets()
 
 
 def _num_blocks(settings: WorkerSettings, executor: Executor) -> int:

@@ -16,8 +16,8 @@ import torch
 
 from pdserve.errors import TransferError
 from pdserve.log import get_logger
-from pdserve.registration import WorkerRegistration
-from pdserve.transfer.base import Descriptor, PeerId, Transport
+from pdserve.registration import WorkerRef, WorkerRegistration
+from pdserve.transfer.base import Descriptor, Transport
 from pdserve.transfer.choose import choose_backend
 from pdserve.transfer.descriptor import decode_descriptor, encode_descriptor
 from pdserve.transfer.pulls.pull import PullFaults, PullOutcome, PullRequest
@@ -61,7 +61,7 @@ class WorkerTransports:
         self._transports: dict[str, Transport] = {}
         self._descriptors: dict[str, Descriptor] = {}
         self._puller: Puller | None = None
-        self._choices: dict[PeerId, str] = {}
+        self._choices: dict[WorkerRef, str] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._num_pulls = 0
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from engine_oracle import make_sequence
 
-from pdserve.engine.scheduling.fairness import choose_victim, prefill_order, protection_order, senior_of
+from pdserve.engine.scheduling.fairness import choose_victim, guaranteed_prompt, prefill_order, protection_order
 
 
 def test_seniority_is_priority_then_preempted_then_arrival_and_the_oldest_aged_one_before_all():
@@ -16,7 +16,7 @@ def test_seniority_is_priority_then_preempted_then_arrival_and_the_oldest_aged_o
     left = [second, first, old_low, urgent, older_low, preempted]
     order = []
     while left:
-        order.append(senior_of(left, 100.0, 50.0))
+        order.append(guaranteed_prompt(left, 100.0, 50.0))
         left.remove(order[-1])
     assert order == [older_low, old_low, urgent, preempted, first, second]
 

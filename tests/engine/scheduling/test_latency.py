@@ -9,7 +9,7 @@ import pytest
 from engine_oracle import make_sequence
 from timed_executor import Clock, Cost, TimedExecutor
 
-from pdserve.engine.scheduling.step_targets import Pace
+from pdserve.engine.scheduling.step_targets import StepTargets
 from pdserve.engine.sequence import SequenceState
 from pdserve.errors import NoCapacityError
 from pdserve.worker.load import warm_up
@@ -22,10 +22,10 @@ def clock():
 
 @pytest.fixture
 def make_timed_engine(make_engine, clock):
-    def make(pace, *, cost=None, noise=lambda: 1.0, is_warm=True, **options):
+    def make(targets, *, cost=None, noise=lambda: 1.0, is_warm=True, **options):
         executor = TimedExecutor(clock, cost or Cost(), noise=noise)
         defaults = {"num_blocks": 4096, "max_num_seqs": 64, "max_num_batched_tokens": 512, "max_wait_s": 10.0}
-        engine = make_engine(executor, clock=clock, pace=pace, **{**defaults, "prefix_cache": False, **options})
+        engine = make_engine(executor, clock=clock, targets=targets, **{**defaults, "prefix_cache": False, **options})
         if is_warm:
             warm_up(engine)
         return engine
@@ -33,7 +33,7 @@ def make_timed_engine(make_engine, clock):
     return make
 
 
-PREFILL, DECODE = Pace(prompt_step_s=0.5), Pace(tpot_s=0.1)
+PREFILL, DECODE = StepTargets(prompt_step_s=0.5), StepTargets(tpot_s=0.1)
 
 
 def _prefill(clock, length, **options):
@@ -97,12 +97,12 @@ def test_the_shorter_of_two_long_prompts_does_not_wait_for_the_longer_one(make_t
 
 
 def test_a_long_prompt_alone_is_not_slowed_down_by_short_steps(make_timed_engine, clock):
-    def seconds(pace):
-        engine = make_timed_engine(pace)
+    def seconds(targets):
+        engine = make_timed_engine(targets)
         long = _prefill(clock, 4000)
         return _run_prefill(engine, clock, [(clock.now_s, long)], 1e9)[long]
 
-    assert seconds(PREFILL) < 1.12 * seconds(Pace())
+    assert seconds(PREFILL) < 1.12 * seconds(StepTargets())
 
 
 def test_an_hour_of_mixed_prompts_starves_nobody(make_timed_engine, clock):
@@ -175,7 +175,7 @@ def test_a_slower_machine_admits_less_and_a_faster_one_more(make_timed_engine, c
 
 def test_a_target_out_of_reach_holds_nobody_back(make_timed_engine, clock):
     """A laptop that takes longer for one sequence alone serves as if there were no target."""
-    engine = make_timed_engine(Pace(tpot_s=0.02))
+    engine = make_timed_engine(StepTargets(tpot_s=0.02))
     for _ in range(40):
         assert _hand_off(engine, clock, 50, 100) is not None
         engine.step()
@@ -231,7 +231,7 @@ def test_prompts_computed_beside_decoding_ones_do_not_exceed_the_target(make_tim
 
 
 def test_a_prompt_advances_beside_sequences_that_exceed_the_target_already(make_timed_engine, clock):
-    engine = make_timed_engine(Pace(tpot_s=0.05))
+    engine = make_timed_engine(StepTargets(tpot_s=0.05))
     for _ in range(24):
         sequence = make_sequence([5] * 100, 4000, arrival_s=clock.now_s)
         engine.add(sequence)

@@ -1,4 +1,4 @@
-"""Sharing a step among prompts: half for the senior, the rest to the first in order."""
+"""Sharing a step among prompts: half for the guaranteed, the rest to the first in order."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from pdserve.engine.scheduling.step_time import PromptTime
 TIME = PromptTime(0.03, 0.002, 1e-6)
 
 
-def _share(wanted, num_tokens, senior=0):
-    return share_budget([(0, tokens) for tokens in wanted], StepBudget(num_tokens), senior)
+def _share(wanted, num_tokens, guaranteed=0):
+    return share_budget([(0, tokens) for tokens in wanted], StepBudget(num_tokens), guaranteed)
 
 
 @given(st.lists(st.integers(1, 30_000), min_size=1, max_size=12), st.integers(0, 2048), st.data())
 def test_tokens_are_given_away_and_never_exceeded(wanted, num_tokens, data):
-    senior = data.draw(st.integers(0, len(wanted) - 1))
-    grants = _share(wanted, num_tokens, senior)
+    guaranteed = data.draw(st.integers(0, len(wanted) - 1))
+    grants = _share(wanted, num_tokens, guaranteed)
     assert sum(grants) == min(num_tokens, sum(wanted))
     assert all(0 <= grant <= tokens for grant, tokens in zip(grants, wanted, strict=True))
-    assert grants[senior] >= min(wanted[senior], num_tokens // 2)
+    assert grants[guaranteed] >= min(wanted[guaranteed], num_tokens // 2)
 
 
 @given(st.lists(st.tuples(st.integers(0, 9000), st.integers(1, 9000)), min_size=1, max_size=9), st.floats(0.01, 2.0))
@@ -34,14 +34,14 @@ def test_seconds_are_not_exceeded_beyond_the_seniors_smallest_chunk(prompts, sec
 
 
 def test_a_long_senior_leaves_half_to_the_short_ones():
-    assert _share([30, 100, 20_000], 512, senior=2) == [30, 100, 382]
-    assert _share([200, 200, 200, 20_000], 512, senior=3) == [200, 56, 0, 256]
+    assert _share([30, 100, 20_000], 512, guaranteed=2) == [30, 100, 382]
+    assert _share([200, 200, 200, 20_000], 512, guaranteed=3) == [200, 56, 0, 256]
     assert _share([20_000], 512) == [512]
 
 
 def test_a_shorter_long_one_uses_the_other_half():
-    assert _share([1000, 20_000], 512, senior=1) == [256, 256]
-    assert _share([100, 5000, 5000], 512, senior=1) == [100, 412, 0]
+    assert _share([1000, 20_000], 512, guaranteed=1) == [256, 256]
+    assert _share([100, 5000, 5000], 512, guaranteed=1) == [100, 412, 0]
 
 
 def test_a_deep_chunk_is_smaller_for_its_time():

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from pdserve.gateway.dispatch.admission import DoorLimits, DoorView, check
+from pdserve.gateway.dispatch.admission import AdmissionLimits, AdmissionView, check
 from pdserve.gateway.generation.request import GenerationRequest
 from pdserve.sampling_params import SamplingParams
 
-CALM = DoorView(
+CALM = AdmissionView(
     now_s=0.0,
     num_queued_requests=0,
     num_queued_tokens=0,
@@ -22,7 +22,7 @@ CALM = DoorView(
     bus_down_s=0.0,
     is_draining=False,
 )
-LIMITS = DoorLimits(max_queue_requests=10, max_queue_tokens=1000, bus_timeout_s=2.0)
+LIMITS = AdmissionLimits(max_queue_requests=10, max_queue_tokens=1000, bus_timeout_s=2.0)
 
 
 def request(num_tokens: int = 10, max_tokens: int = 10) -> GenerationRequest:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from attempt_bench import D2, LIMITS, Bench, D, P, emitted, ends, of, sent
 
-from pdserve.gateway.dispatch.actions import Avoid, Emit, Fail, Requeue, WantDecode, WorkerRef
+from pdserve.gateway.dispatch.actions import Avoid, Emit, Fail, Requeue, WantDecode
 from pdserve.gateway.dispatch.outcomes import RetryLimits
 from pdserve.gateway.generation.request import FinishedEvent
 from pdserve.messages import (
@@ -13,6 +13,7 @@ from pdserve.messages import (
     DecodeJob,
     PrefillJob,
 )
+from pdserve.registration import WorkerRef
 
 # --- the decode side fails
 

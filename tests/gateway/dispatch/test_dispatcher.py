@@ -11,7 +11,7 @@ from bus_workers import running, token_at, until
 from dispatching import answer, collect, request, service, text_of
 
 from pdserve.errors import InvalidRequestError, OverloadedError, UnavailableError
-from pdserve.gateway.dispatch.admission import DoorLimits
+from pdserve.gateway.dispatch.admission import AdmissionLimits
 from pdserve.gateway.dispatch.dispatch_loop import WaitLimits
 from pdserve.gateway.generation.request import FailedEvent, FinishedEvent, TokensEvent
 from pdserve.messages import DecodeJob, PrefillJob, SequenceTokens, TokenBatch
@@ -158,7 +158,7 @@ async def test_what_can_never_fit_is_400(redis_url: str) -> None:
 
 
 async def test_a_full_queue_is_429_and_what_waits_goes_when_there_is_room(redis_url: str) -> None:
-    async with service(redis_url, door_limits=DoorLimits(max_queue_requests=2)) as s:
+    async with service(redis_url, admission_limits=AdmissionLimits(max_queue_requests=2)) as s:
         p, d = s.worker(Role.PREFILL, "P", window=10), s.worker(Role.DECODE, "D", num_tokens_before_hang=3, window=1)
         async with running(p, d):
             await s.until_known(p, d)
@@ -173,7 +173,7 @@ async def test_a_full_queue_is_429_and_what_waits_goes_when_there_is_room(redis_
 
 
 async def test_held_requests_go_when_the_first_pair_appears(redis_url: str) -> None:
-    limits = {"door_limits": DoorLimits(max_held_requests=5), "wait_limits": WaitLimits(is_holding=True)}
+    limits = {"admission_limits": AdmissionLimits(max_held_requests=5), "wait_limits": WaitLimits(is_holding=True)}
     async with service(redis_url, **limits) as s:
         generation = s.dispatcher.submit(request(max_tokens=4))
         await until(lambda: s.recorder.load.get("held") == 1)
@@ -183,7 +183,7 @@ async def test_held_requests_go_when_the_first_pair_appears(redis_url: str) -> N
 
 async def test_held_requests_are_503_when_nobody_comes(redis_url: str) -> None:
     limits = {
-        "door_limits": DoorLimits(max_held_requests=5),
+        "admission_limits": AdmissionLimits(max_held_requests=5),
         "wait_limits": WaitLimits(is_holding=True, hold_timeout_s=0.3),
     }
     async with service(redis_url, **limits) as s:

@@ -11,7 +11,7 @@ from bus_workers import BusWorker, running, until
 from dispatching import answer, collect, request, service, text_of
 
 from pdserve.errors import UnavailableError
-from pdserve.gateway.dispatch.admission import DoorLimits
+from pdserve.gateway.dispatch.admission import AdmissionLimits
 from pdserve.gateway.dispatch.dispatch_loop import WaitLimits
 from pdserve.gateway.generation.request import FailedEvent
 from pdserve.local.redis_server import RedisServer
@@ -186,7 +186,7 @@ async def test_what_a_worker_holds_for_nobody_is_cancelled(redis_url: str) -> No
 
 async def test_the_bus_may_restart_empty_in_mid_stream() -> None:
     with RedisServer() as server:
-        async with service(server.url, door_limits=DoorLimits(bus_timeout_s=30.0)) as s:
+        async with service(server.url, admission_limits=AdmissionLimits(bus_timeout_s=30.0)) as s:
             p, d = s.pair()
             d.num_tokens_before_hang = 4
             async with running(p, d):
@@ -204,7 +204,7 @@ async def test_the_bus_may_restart_empty_in_mid_stream() -> None:
 
 
 async def test_a_bus_that_stays_away_is_503_for_new_requests_within_the_bus_timeout() -> None:
-    limits = {"door_limits": DoorLimits(bus_timeout_s=0.5), "wait_limits": WaitLimits(bus_timeout_s=0.5)}
+    limits = {"admission_limits": AdmissionLimits(bus_timeout_s=0.5), "wait_limits": WaitLimits(bus_timeout_s=0.5)}
     with RedisServer() as server:
         async with service(server.url, **limits) as s:
             p, d = s.pair()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from attempt_bench import D2, LIMITS, P2, Bench, D, P, emitted, ends, of, sent
 
-from pdserve.gateway.dispatch.actions import Diverged, Dropped, Emit, Requeue, WantDecode, WorkerRef
-from pdserve.gateway.dispatch.sequence_machine import SequenceAttempts
+from pdserve.gateway.dispatch.actions import Diverged, Dropped, Emit, Requeue, WantDecode
+from pdserve.gateway.dispatch.sequence_machine import SequenceMachine
 from pdserve.gateway.generation.request import FinishedEvent
 from pdserve.messages import (
     Cancel,
@@ -17,6 +17,7 @@ from pdserve.messages import (
     SequenceTokens,
     TokenLogprobs,
 )
+from pdserve.registration import WorkerRef
 
 # --- the good way
 
@@ -38,7 +39,7 @@ def test_a_request_goes_prefill_then_decode_then_end() -> None:
 
 
 def test_two_attempts_never_share_a_nonce() -> None:
-    machines = [SequenceAttempts(Bench().machine.spec, LIMITS) for _ in range(2)]
+    machines = [SequenceMachine(Bench().machine.spec, LIMITS) for _ in range(2)]
     keys = set()
     for machine in machines:
         machine.dispatch(P, 0.0, 0)

@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 from simulated_workers import Faults, SimulatedWorker, World
 
 from pdserve.errors import RequestError
-from pdserve.gateway.dispatch.actions import Action, Emit, Fail, Requeue, Send, WantDecode, WorkerRef
+from pdserve.gateway.dispatch.actions import Action, Emit, Fail, Requeue, Send, WantDecode
 from pdserve.gateway.dispatch.jobs import SequenceSpec
 from pdserve.gateway.dispatch.outcomes import RetryLimits
-from pdserve.gateway.dispatch.sequence_machine import SequenceAttempts
+from pdserve.gateway.dispatch.sequence_machine import SequenceMachine
 from pdserve.gateway.generation.request import FinishedEvent, TokensEvent
 from pdserve.messages import Failed, Finished, Roster, Started, TokenBatch
+from pdserve.registration import WorkerRef
 from pdserve.sampling_params import SamplingParams
 
 PROMPT = [7, 8, 9]
@@ -41,7 +42,7 @@ class Run:
     """The gateway's side: a trivial choice of workers around the machine under test."""
 
     world: World
-    machine: SequenceAttempts
+    machine: SequenceMachine
     crashes: dict[float, str] = field(default_factory=dict)
     """Time → name of the worker that dies then."""
     client: list[int] = field(default_factory=list)
@@ -90,7 +91,7 @@ class Run:
 
     def _hear(self, message: object, now_s: float) -> None:
         assert isinstance(message, Started | TokenBatch | Finished | Failed | Roster)
-        worker, machine = WorkerRef(message.worker_id, message.generation), self.machine
+        worker, machine = message.worker, self.machine
         if isinstance(message, TokenBatch):
             self._do(machine.on_tokens(message.items[0], worker, now_s))
         elif isinstance(message, Started):
@@ -176,7 +177,7 @@ def start(
         ),
         deadline_s=DEADLINE_S,
     )
-    machine = SequenceAttempts(spec, RetryLimits(max_attempts=max_attempts), lambda: f"n{next(nonces)}")
+    machine = SequenceMachine(spec, RetryLimits(max_attempts=max_attempts), lambda: f"n{next(nonces)}")
     return Run(world, machine)
 
 

@@ -8,22 +8,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.gateway.dispatch.waiting_queue import DispatchQueue, QueueEntry
+from pdserve.gateway.dispatch.waiting_queue import QueueEntry, WaitingQueue
 
 
-def order(queue: DispatchQueue[str]) -> list[str]:
+def order(queue: WaitingQueue[str]) -> list[str]:
     return [entry.item for entry in queue]
 
 
 def test_first_come_first_served_within_a_priority() -> None:
-    queue: DispatchQueue[str] = DispatchQueue(ageing_s=10.0)
+    queue: WaitingQueue[str] = WaitingQueue(ageing_s=10.0)
     for name in "abc":
         queue.push(QueueEntry(name, 1, queued_s=1.0))
     assert order(queue) == ["a", "b", "c"]
 
 
 def test_a_lower_priority_number_goes_first_until_the_other_has_aged() -> None:
-    queue: DispatchQueue[str] = DispatchQueue(ageing_s=10.0)
+    queue: WaitingQueue[str] = WaitingQueue(ageing_s=10.0)
     queue.push(QueueEntry("patient", 1, queued_s=0.0, priority=1))
     queue.push(QueueEntry("urgent", 1, queued_s=9.0, priority=0))
     queue.push(QueueEntry("late", 1, queued_s=11.0, priority=0))
@@ -31,14 +31,14 @@ def test_a_lower_priority_number_goes_first_until_the_other_has_aged() -> None:
 
 
 def test_re_dispatches_go_before_every_new_request() -> None:
-    queue: DispatchQueue[str] = DispatchQueue(ageing_s=10.0)
+    queue: WaitingQueue[str] = WaitingQueue(ageing_s=10.0)
     queue.push(QueueEntry("new", 1, queued_s=0.0, priority=-5))
     queue.push(QueueEntry("again", 1, queued_s=50.0, priority=5, is_redispatch=True))
     assert order(queue) == ["again", "new"]
 
 
 def test_removal_keeps_the_count_of_tokens() -> None:
-    queue: DispatchQueue[str] = DispatchQueue(ageing_s=10.0)
+    queue: WaitingQueue[str] = WaitingQueue(ageing_s=10.0)
     entries = [QueueEntry(name, 10, queued_s=0.0) for name in "abc"]
     for entry in entries:
         queue.push(entry)
@@ -49,7 +49,7 @@ def test_removal_keeps_the_count_of_tokens() -> None:
 
 
 def test_entries_may_be_removed_while_the_queue_is_walked() -> None:
-    queue: DispatchQueue[int] = DispatchQueue(ageing_s=1.0)
+    queue: WaitingQueue[int] = WaitingQueue(ageing_s=1.0)
     for number in range(5):
         queue.push(QueueEntry(number, 1, queued_s=float(number)))
     for entry in queue:
@@ -62,7 +62,7 @@ def test_nobody_starves_an_entry_waits_for_bounded_many_younger_ones(
     arrivals: list[tuple[float, int, bool]],
 ) -> None:
     ageing_s = 5.0
-    queue: DispatchQueue[tuple[float, int, bool]] = DispatchQueue(ageing_s)
+    queue: WaitingQueue[tuple[float, int, bool]] = WaitingQueue(ageing_s)
     for arrival in arrivals:
         queue.push(QueueEntry(arrival, 1, arrival[0], arrival[1], is_redispatch=arrival[2]))
     seen = [entry.item for entry in queue]

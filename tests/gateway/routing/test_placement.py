@@ -8,10 +8,9 @@ from collections.abc import Callable
 import pytest
 from registrations import decode, pool, prefill
 
-from pdserve.gateway.dispatch.actions import WorkerRef
 from pdserve.gateway.routing.placement import Demand, Placement, Wait
-from pdserve.gateway.routing.router import Router, ref_of
-from pdserve.registration import WorkerRegistration
+from pdserve.gateway.routing.router import Router
+from pdserve.registration import WorkerRef, WorkerRegistration
 
 
 def placement(is_inbox_full: Callable[[WorkerRef], bool] = lambda worker: False, seed: int = 0) -> Placement:
@@ -35,7 +34,7 @@ def test_a_prompt_goes_only_while_its_worker_has_room() -> None:
         assert worker_id(p.find_prefill(d, workers, 0.0, set())) == "P"
         p.take_prefill(number, d, workers["P"], 0.0)
     assert p.find_prefill(demand(20, 900), workers, 0.0, set()) is Wait.NO_ROOM
-    p.prefill_windows.release(ref_of(workers["P"]), 0)
+    p.prefill_windows.release(workers["P"].ref, 0)
     assert worker_id(p.find_prefill(demand(20, 900), workers, 0.0, set())) == "P"
 
 
@@ -52,7 +51,7 @@ def test_nobody_overtakes_an_entry_that_waits_for_the_same_worker() -> None:
     p.take_prefill("first", demand(40), workers["P"], 0.0)
     blocked: set[WorkerRef] = set()
     assert p.find_prefill(demand(30, 100), workers, 0.0, blocked) is Wait.NO_ROOM
-    assert blocked == {ref_of(workers["P"])}
+    assert blocked == {workers["P"].ref}
     assert p.find_prefill(demand(5, 200), workers, 0.0, blocked) is Wait.NO_ROOM
 
 
@@ -61,11 +60,11 @@ def test_cached_prefixes_take_no_room_and_draw_the_prompt_to_their_worker() -> N
     for seed in range(10):
         p = placement(seed=seed)
         p.take_prefill("a", demand(40), workers["p1"], 0.0)
-        p.prefill_windows.release(ref_of(workers["p1"]), "a")
+        p.prefill_windows.release(workers["p1"].ref, "a")
         same = demand(40)
         assert worker_id(p.find_prefill(same, workers, 0.0, set())) == "p1"
         p.take_prefill("b", same, workers["p1"], 0.0)
-        assert p.prefill_windows.total(ref_of(workers["p1"])) == 40 - 2 * 16
+        assert p.prefill_windows.total(workers["p1"].ref) == 40 - 2 * 16
 
 
 def test_a_prompt_waits_in_the_gateway_while_the_decode_pool_is_full() -> None:
@@ -81,7 +80,7 @@ def test_a_prompt_waits_in_the_gateway_while_the_decode_pool_is_full() -> None:
     assert p.find_prefill(third, workers, 0.0, set()) is Wait.NO_ROOM
     p.take_decode(1, demand(20), workers["D"], 0.0)
     for number in range(2):
-        p.decode_windows.release(ref_of(workers["D"]), number)
+        p.decode_windows.release(workers["D"].ref, number)
     assert worker_id(p.find_prefill(third, workers, 0.0, set())) == "P"
 
 
@@ -198,9 +197,9 @@ def test_pins_name_the_pair_and_a_missing_pinned_worker_is_no_pair_at_first() ->
 
 def test_a_decode_worker_that_refused_is_not_found_again() -> None:
     workers = pool(prefill(), decode("d1"), decode("d2"))
-    p, refused = placement(), {ref_of(workers["d1"])}
+    p, refused = placement(), {workers["d1"].ref}
     assert worker_id(p.find_decode(demand(), workers, 0.0, workers["P"], refused)) == "d2"
-    refused.add(ref_of(workers["d2"]))
+    refused.add(workers["d2"].ref)
     assert p.find_decode(demand(), workers, 0.0, workers["P"], refused) is Wait.ALL_REFUSED
     assert p.find_decode(demand(), pool(prefill()), 0.0, workers["P"], refused) is Wait.NO_PAIR
 

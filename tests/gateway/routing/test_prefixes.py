@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pdserve.gateway.dispatch.actions import WorkerRef
 from pdserve.gateway.routing.prefixes import PrefixMemory, prefix_hashes
+from pdserve.registration import WorkerRef
 
 A = WorkerRef("a", "1")
 

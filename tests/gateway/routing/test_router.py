@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 from registrations import decode, pool, prefill
 
-from pdserve.gateway.routing.router import DecodeLoad, Place, PrefillLoad, Router, ref_of
+from pdserve.gateway.routing.router import DecodeLoad, Place, PrefillLoad, Router
 from pdserve.registration import Role, WorkerRegistration, WorkerState
 
 
@@ -106,7 +106,7 @@ def test_the_better_of_two_random_ones_spreads_equal_workers_and_shuns_the_worst
 def test_a_failed_worker_is_avoided_only_for_a_while_and_only_while_another_exists() -> None:
     one = router(avoid_s=5.0)
     bad, good = decode("bad"), decode("good", num_running=30)
-    one.avoid(ref_of(bad), None, now_s=0.0)
+    one.avoid(bad.ref, None, now_s=0.0)
     assert one.choose_decode([bad, good], batch_of, 1.0, None) is good
     assert one.choose_decode([bad], batch_of, 1.0, None) is bad
     assert one.choose_decode([bad, good], batch_of, 5.1, None) is bad
@@ -116,15 +116,15 @@ def test_a_failed_pair_is_avoided_as_a_pair() -> None:
     one = router()
     p1, p2 = prefill("p1"), prefill("p2")
     bad, good = decode("bad"), decode("good", num_running=30)
-    one.avoid(ref_of(bad), ref_of(p1), now_s=0.0)
+    one.avoid(bad.ref, p1.ref, now_s=0.0)
     assert one.choose_decode([bad, good], batch_of, 1.0, p1) is good
     assert one.choose_decode([bad, good], batch_of, 1.0, p2) is bad
 
 
 def test_a_new_generation_carries_no_mark_of_the_old_one() -> None:
     one = router()
-    one.avoid(ref_of(decode("d")), None, now_s=0.0)
-    assert not one.is_avoided(ref_of(decode("d", generation="2")), None, 1.0)
+    one.avoid(decode("d").ref, None, now_s=0.0)
+    assert not one.is_avoided(decode("d", generation="2").ref, None, 1.0)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from pdserve.gateway.dispatch.actions import WorkerRef
 from pdserve.gateway.routing.windows import Windows
+from pdserve.registration import WorkerRef
 
 A, B = WorkerRef("a", "1"), WorkerRef("b", "1")
 

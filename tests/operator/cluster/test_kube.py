@@ -21,7 +21,7 @@ from pdserve.operator.handlers import make_settings
 from pdserve.operator.leader import Leadership
 from pdserve.operator.loop import ReconcileLoop
 from pdserve.operator.objects.children import Children
-from pdserve.operator.objects.plan import finished
+from pdserve.operator.objects.plan import with_owner
 from pdserve.operator.telemetry import Telemetry
 from pdserve.operator.work_queue import WorkQueue
 
@@ -138,10 +138,12 @@ async def test_the_same_object_is_applied_once() -> None:
     async with running() as (server, kube):
         owner = Owner("chat", "shop", "u")
         children = Children(kube, owner, ClusterFacts())
-        item = finished({"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "c"}, "data": {"a": "1"}}, owner)
+        item = with_owner(
+            {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "c"}, "data": {"a": "1"}}, owner
+        )
         assert await children.apply(item)
         assert not await children.apply(item)
-        assert await children.apply(finished(item | {"data": {"a": "2"}}, owner))
+        assert await children.apply(with_owner(item | {"data": {"a": "2"}}, owner))
         assert [method for method, _ in server.requests] == ["PATCH", "PATCH"]
 
 

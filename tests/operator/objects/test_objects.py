@@ -12,7 +12,7 @@ import yaml
 from pdserve.commands.render import main as render
 from pdserve.operator.api.spec import SpecError, read_service
 from pdserve.operator.facts import ClusterFacts, Owner
-from pdserve.operator.objects.overlay import overlaid
+from pdserve.operator.objects.overlay import apply_overlay
 from pdserve.operator.objects.plan import applied_digest, plan_of
 from pdserve.settings import DecodeSettings, GatewaySettings, PrefillSettings, load
 
@@ -204,7 +204,7 @@ def test_an_overlay_merges_lists_by_name_and_null_removes() -> None:
         "tolerations": [{"key": "l"}],
         "nodeSelector": None,
     }
-    assert overlaid(base, overlay) == {
+    assert apply_overlay(base, overlay) == {
         "containers": [
             {"name": "a", "image": "i", "env": [{"name": "X", "value": "1"}, {"name": "Y", "value": "2"}]},
             {"name": "b", "image": "j"},

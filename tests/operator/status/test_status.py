@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pdserve.operator.status.conditions import Condition, merged, shortened, transitions
+from pdserve.operator.status.conditions import Condition, merge_conditions, shorten, transitions
 from pdserve.operator.status.health import Health, role_health
 from pdserve.operator.status.pods_seen import PodSeen, seen
 from pdserve.operator.status.status import PoolCount, StatusFacts, refused_status, service_status
@@ -91,11 +91,12 @@ def test_a_broken_role_comes_before_one_that_only_starts() -> None:
 
 
 def test_transition_times_change_with_the_status_alone() -> None:
-    before = merged([], [Condition("Ready", False, "Starting", "a")], 1, NOW)
-    other_reason = merged(before, [Condition("Ready", False, "CrashLooping", "b")], 2, LATER)
+    before = merge_conditions([], [Condition("Ready", False, "Starting", "a")], 1, NOW)
+    other_reason = merge_conditions(before, [Condition("Ready", False, "CrashLooping", "b")], 2, LATER)
     assert other_reason[0]["lastTransitionTime"] == NOW
     assert transitions(before, other_reason) == other_reason
-    assert merged(other_reason, [Condition("Ready", True, "Ready", "c")], 2, LATER)[0]["lastTransitionTime"] == LATER
+    ready = merge_conditions(other_reason, [Condition("Ready", True, "Ready", "c")], 2, LATER)
+    assert ready[0]["lastTransitionTime"] == LATER
 
 
 def test_a_refused_spec_keeps_what_is_known_of_the_last_good_one() -> None:
@@ -112,7 +113,7 @@ def test_a_megabyte_of_error_text_does_not_grow_an_object() -> None:
     for _ in range(50):
         status = refused_status(status, "InvalidSpec", "x" * 1_000_000, 1, NOW)
     assert len(str(status)) < 20_000
-    assert len(shortened("y" * 5000)) == 1000
+    assert len(shorten("y" * 5000)) == 1000
 
 
 @pytest.mark.parametrize(

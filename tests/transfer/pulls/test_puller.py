@@ -11,7 +11,7 @@ import torch
 
 from pdserve.errors import TransferError
 from pdserve.faults import Faults
-from pdserve.transfer.base import PeerId
+from pdserve.registration import WorkerRef
 from pdserve.transfer.digest import block_digests
 from pdserve.transfer.nixl.transport import NixlTransport
 from pdserve.transfer.pulls.pull import PullRequest
@@ -335,7 +335,7 @@ def test_disconnecting_a_peer_ends_its_requests(pulling, peer, spawn_peer):
     gone.freeze()
     ticket = pulling.submit(gone, [1], [1], within_s=60)
     pulling.puller.disconnect(gone.peer)
-    pulling.puller.disconnect(PeerId("never", "known"))
+    pulling.puller.disconnect(WorkerRef("never", "known"))
     outcome = pulling.end()
     assert (outcome.ticket, outcome.reason) == (ticket, "disconnected")
     assert pulling.pull(peer, [1], [1]).ok

@@ -3,7 +3,8 @@
 import pytest
 from stubborn import BLOCK_BYTES, DEAF, GOOD, Scene
 
-from pdserve.transfer.base import PeerId, PullResult, PullState
+from pdserve.registration import WorkerRef
+from pdserve.transfer.base import PullResult, PullState
 from pdserve.transfer.pulls.peer_failures import PeerFailures
 
 
@@ -146,7 +147,7 @@ def test_one_peer_never_has_more_reads_on_their_way_than_allowed(scene):
 def test_failure_marks_fade():
     now_s = [0.0]
     failures = PeerFailures(10.0, lambda: now_s[0])
-    a, b = PeerId("a", "1"), PeerId("b", "1")
+    a, b = WorkerRef("a", "1"), WorkerRef("b", "1")
     failures.note_failure(a, "copy")
     failures.note_failure(a, "timeout")
     failures.note_failure(b, "aborted")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from pdserve.engine.scheduling.step_targets import Pace, num_admissible
+from pdserve.engine.scheduling.step_targets import StepTargets, num_admissible
 from pdserve.engine.scheduling.step_time import DecodeTime, StepWork
 from pdserve.engine.sequence import Sequence
 from pdserve.errors import NoCapacityError
@@ -18,7 +18,7 @@ _FORGET_AFTER_WAITS = 10
 """A refused hand-off that has not come back for so many waiting bounds went elsewhere."""
 
 
-def company_of(sequences: Iterable[Sequence]) -> StepWork:
+def decode_batch_of(sequences: Iterable[Sequence]) -> StepWork:
     """The step in which all of these decode."""
     num_tokens = [sequence.num_tokens for sequence in sequences]
     return StepWork(len(num_tokens), sum(num_tokens))
@@ -28,29 +28,29 @@ class HandOffGate:
     """Guards the step time of one decode worker; touched by the engine's thread.
 
     Args:
-        pace: its target.
+        targets: its target.
         max_wait_s: after this long a refused hand-off is admitted, whatever the step time.
     """
 
-    def __init__(self, pace: Pace, max_wait_s: float) -> None:
-        self._pace = pace
+    def __init__(self, targets: StepTargets, max_wait_s: float) -> None:
+        self._step_targets = targets
         self._max_wait_s = max_wait_s
         self._refused_s: dict[SequenceKey, float] = {}
         """When a sequence that is not here was refused for the first time."""
 
-    def check(self, sequence: Sequence, company: StepWork, time: DecodeTime | None, now_s: float) -> None:
+    def check(self, sequence: Sequence, decode_batch: StepWork, time: DecodeTime | None, now_s: float) -> None:
         """Let a hand-off pass, or remember that it was refused.
 
         Args:
             sequence: the newcomer.
-            company: the step without it.
+            decode_batch: the step without it.
             time: of a decode step, as measured; None: everybody passes.
             now_s: monotonic.
 
         Raises:
             NoCapacityError: the step would exceed its target.
         """
-        if num_admissible(self._pace, time, company, sequence.num_tokens) >= 1:
+        if num_admissible(self._step_targets, time, decode_batch, sequence.num_tokens) >= 1:
             self._refused_s.pop(sequence.key.sequence, None)
             return
         first_s = self._refused_s.setdefault(sequence.key.sequence, now_s)
@@ -59,8 +59,8 @@ class HandOffGate:
             return
         self._forget(now_s)
         raise NoCapacityError(
-            f"{company.num_sequences} sequences decode here; one more would make a step longer "
-            f"than TPOT_SLO_S={self._pace.tpot_s} s"
+            f"{decode_batch.num_sequences} sequences decode here; one more would make a step longer "
+            f"than TPOT_SLO_S={self._step_targets.tpot_s} s"
         )
 
     def _forget(self, now_s: float) -> None:

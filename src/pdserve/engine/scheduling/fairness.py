@@ -15,7 +15,7 @@ def has_aged(sequence: Sequence, now_s: float, max_wait_s: float) -> bool:
     return now_s - sequence.arrival_s >= max_wait_s
 
 
-def senior_of(sequences: list[Sequence], now_s: float, max_wait_s: float) -> Sequence:
+def guaranteed_prompt(sequences: list[Sequence], now_s: float, max_wait_s: float) -> Sequence:
     """The one with a right to half of every step: the oldest aged one, else by priority, preempted, arrival.
 
     Whoever waits becomes it, when all that came before are done: nobody starves, whatever shorter ones arrive.

@@ -6,7 +6,7 @@ prompts, those being computed and those waiting alike; a waiting one is admitted
 are taken. One that does not fit is passed over, until it has aged: then nobody overtakes it.
 
 The budget is tokens, and seconds where step times are known (`step_targets.py`). Prompts are served by least remaining
-time, so that short ones do not wait for long ones; half of each step belongs to the *senior* prompt, so that long
+time, so that short ones do not wait for long ones; half of each step belongs to the *guaranteed* prompt, so that long
 ones do not wait for short ones for ever.
 
 Preemption is by recompute: blocks are given back (and stay findable in the prefix cache), the sequence waits
@@ -20,14 +20,20 @@ import math
 from dataclasses import dataclass, field
 
 from pdserve.engine.kv.block_tables import BlockTables
-from pdserve.engine.scheduling.fairness import choose_victim, has_aged, prefill_order, protection_order, senior_of
+from pdserve.engine.scheduling.fairness import (
+    choose_victim,
+    guaranteed_prompt,
+    has_aged,
+    prefill_order,
+    protection_order,
+)
 from pdserve.engine.scheduling.sharing import StepBudget, share_budget, share_or_sit_out
-from pdserve.engine.scheduling.step_targets import Pace, prompt_budget
+from pdserve.engine.scheduling.step_targets import StepTargets, prompt_budget
 from pdserve.engine.scheduling.step_time import PromptTime, StepTime, StepWork, num_pairs
 from pdserve.engine.sequence import Sequence, SequenceState
 from pdserve.errors import NoCapacityError, SettingError
 
-NO_PACE, UNKNOWN_TIME = Pace(), StepTime()
+NO_TARGETS, UNKNOWN_TIME = StepTargets(), StepTime()
 UNIT_TIME = PromptTime(0.0, 1.0, 0.0)
 """Remaining time counted in tokens, as long as their duration is not known."""
 
@@ -59,7 +65,7 @@ class Scheduler:
         max_num_batched_tokens: token budget of a step; at least `max_num_seqs`.
         max_wait_s: age after which a sequence goes first and is overtaken by nobody.
         watermark_blocks: blocks that an admission leaves for the growth of running sequences.
-        pace: how long a step may take.
+        targets: how long a step may take.
     """
 
     def __init__(
@@ -70,7 +76,7 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_wait_s: float,
         watermark_blocks: int,
-        pace: Pace = NO_PACE,
+        targets: StepTargets = NO_TARGETS,
     ) -> None:
         if max_num_seqs < 1:
             raise SettingError("MAX_NUM_SEQS", max_num_seqs, "at least 1")
@@ -83,7 +89,7 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_wait_s = max_wait_s
         self.watermark_blocks = watermark_blocks
-        self.pace = pace
+        self.targets = targets
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         """In the order of admission."""
@@ -191,7 +197,7 @@ class Scheduler:
             self._sat_out = None
             return
         self._in_flight = self._hashes_in_flight(computing) if waiting else set()
-        budget = prompt_budget(self.pace, time, work_of(plan.sequences), num_tokens)
+        budget = prompt_budget(self.targets, time, work_of(plan.sequences), num_tokens)
         self._sat_out, grants = self._admit_and_share(candidates, budget, time.prompt or UNIT_TIME, plan, now_s)
         for sequence, num_granted in grants:
             # Less than its share, when the prefix it was counted with was evicted by a neighbour's admission.
@@ -207,36 +213,36 @@ class Scheduler:
             The prompt that sits out, if one does; tokens of each prompt in the step.
         """
         while candidates:
-            senior = senior_of(candidates, now_s, self.max_wait_s)
-            candidates, sits_out, grants = self._divide(candidates, budget, time, senior)
-            passed_over = self._admit_granted(candidates, grants, senior, plan, now_s)
+            guaranteed = guaranteed_prompt(candidates, now_s, self.max_wait_s)
+            candidates, sits_out, grants = self._divide(candidates, budget, time, guaranteed)
+            passed_over = self._admit_granted(candidates, grants, guaranteed, plan, now_s)
             if not passed_over:
                 pairs = [pair for pair in zip(candidates, grants, strict=True) if pair[1] > 0]
-                return (senior if sits_out else None), pairs
+                return (guaranteed if sits_out else None), pairs
             candidates = [sequence for sequence in candidates if id(sequence) not in passed_over]
         return None, []
 
     def _divide(
-        self, candidates: list[Sequence], budget: StepBudget, time: PromptTime, senior: Sequence
+        self, candidates: list[Sequence], budget: StepBudget, time: PromptTime, guaranteed: Sequence
     ) -> tuple[list[Sequence], bool, list[int]]:
-        """The candidates, first served first; whether the senior sits out; tokens of each."""
+        """The candidates, first served first; whether the guaranteed prompt sits out; tokens of each."""
         wanted = {id(sequence): self._num_uncached(sequence) for sequence in candidates}
         chunks = {id(s): (s.num_tokens - wanted[id(s)], wanted[id(s)]) for s in candidates}
         order = prefill_order(candidates, lambda sequence: time.seconds(*chunks[id(sequence)]))
         prompts = [chunks[id(sequence)] for sequence in order]
         budget = dataclasses.replace(budget)  # each try has all of it
-        if senior.state is SequenceState.RUNNING and senior is not self._sat_out:
-            return order, *share_or_sit_out(prompts, budget, order.index(senior))
-        return order, False, share_budget(prompts, budget, order.index(senior))
+        if guaranteed.state is SequenceState.RUNNING and guaranteed is not self._sat_out:
+            return order, *share_or_sit_out(prompts, budget, order.index(guaranteed))
+        return order, False, share_budget(prompts, budget, order.index(guaranteed))
 
     def _admit_granted(
-        self, candidates: list[Sequence], grants: list[int], senior: Sequence, plan: Schedule, now_s: float
+        self, candidates: list[Sequence], grants: list[int], guaranteed: Sequence, plan: Schedule, now_s: float
     ) -> set[int]:
-        """Admit those with a share: the senior, then aged ones, then the others. Returns (by id) who could not be."""
+        """Admit those with a share: guaranteed, then aged, then other ones. Returns (by id) those that could not be."""
 
         def rank(sequence: Sequence) -> tuple[bool, float]:
             is_aged = has_aged(sequence, now_s, self.max_wait_s)
-            return (sequence is not senior, sequence.arrival_s if is_aged else math.inf)
+            return (sequence is not guaranteed, sequence.arrival_s if is_aged else math.inf)
 
         is_blocked, passed_over = False, set()
         granted = [s for s, num_tokens in zip(candidates, grants, strict=True) if num_tokens > 0]

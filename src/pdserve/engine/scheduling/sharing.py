@@ -1,6 +1,6 @@
 """Divides what a step may hold among prompts. Pure: positions and numbers of tokens in, numbers of tokens out.
 
-The senior prompt has a right to half, so that a long one advances whatever shorter ones arrive; the others are
+The guaranteed prompt has a right to half, so that a long one advances whatever shorter ones arrive; the others are
 served in their order, least remaining time first, so that short ones do not wait for long ones.
 """
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pdserve.engine.scheduling.step_time import PromptTime
 
 _MIN_CHUNK_TOKENS = 16
-"""The senior's chunk is never cut below this: each has a price of its own."""
+"""The guaranteed prompt's chunk is never cut below this: each has a price of its own."""
 _NO_TIME = PromptTime(0.0, 0.0, 0.0)
 
 
@@ -48,42 +48,43 @@ class StepBudget:
         self.seconds -= self.time.seconds(start, num_tokens)
 
 
-def share_budget(prompts: list[tuple[int, int]], budget: StepBudget, senior: int) -> list[int]:
-    """Divide a step among prompts. The senior one has half for itself, so that it always advances.
+def share_budget(prompts: list[tuple[int, int]], budget: StepBudget, guaranteed: int) -> list[int]:
+    """Divide a step among prompts. The guaranteed one has half for itself, so that it always advances.
 
-    The rest goes to the first ones that can use it, the senior in its place among them.
+    The rest goes to the first ones that can use it, the guaranteed prompt in its place among them.
 
     Args:
         prompts: (position of the next token, uncomputed tokens) of each; those to serve first come first.
         budget: what there is; spent here.
-        senior: index of the one with a right to half.
+        guaranteed: index of the one with a right to half.
 
     Returns:
         Tokens granted to each.
     """
     grants = [0] * len(prompts)
     if prompts:
-        start, num_wanted = prompts[senior]
-        grants[senior] = budget.half().spend(start, num_wanted, at_least=_MIN_CHUNK_TOKENS)
-        budget.charge(start, grants[senior])
+        start, num_wanted = prompts[guaranteed]
+        grants[guaranteed] = budget.half().spend(start, num_wanted, at_least=_MIN_CHUNK_TOKENS)
+        budget.charge(start, grants[guaranteed])
     for index, (start, num_wanted) in enumerate(prompts):
         granted = grants[index]
         grants[index] += budget.spend(start + granted, num_wanted - granted)
     return grants
 
 
-def share_or_sit_out(prompts: list[tuple[int, int]], budget: StepBudget, senior: int) -> tuple[bool, list[int]]:
-    """As `share_budget`, but the senior sits out a step in which others get their first token, if it could not end.
+def share_or_sit_out(prompts: list[tuple[int, int]], budget: StepBudget, guaranteed: int) -> tuple[bool, list[int]]:
+    """Like `share_budget`, but the guaranteed prompt sits out a step that gives others their first token, if it could
+    not end in it.
 
     Both in one step would let those others wait for its chunk. Without it their step is at most half as long.
 
     Returns:
-        Whether the senior sits out; tokens granted to each.
+        Whether the guaranteed sits out; tokens granted to each.
     """
-    grants = share_budget(prompts, dataclasses.replace(budget), senior)
-    if not budget.is_timed or grants[senior] == prompts[senior][1]:
+    grants = share_budget(prompts, dataclasses.replace(budget), guaranteed)
+    if not budget.is_timed or grants[guaranteed] == prompts[guaranteed][1]:
         return False, grants
-    others = [(start, 0 if index == senior else num_wanted) for index, (start, num_wanted) in enumerate(prompts)]
-    without = share_budget(others, budget.half(), senior)
+    others = [(start, 0 if index == guaranteed else num_wanted) for index, (start, num_wanted) in enumerate(prompts)]
+    without = share_budget(others, budget.half(), guaranteed)
     does_one_end = any(0 < granted == num_wanted for granted, (_, num_wanted) in zip(without, others, strict=True))
     return (True, without) if does_one_end else (False, grants)

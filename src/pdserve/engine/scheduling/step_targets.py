@@ -22,7 +22,7 @@ _MIN_PROMPT_SHARE = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class StepTargets:
     """Aims of a role; None: none."""
 
     prompt_step_s: float | None = None
@@ -31,11 +31,11 @@ class Pace:
     """Duration of a step in which somebody does."""
 
 
-def prompt_budget(pace: Pace, time: StepTime, decodes: StepWork, num_tokens: int) -> StepBudget:
+def prompt_budget(targets: StepTargets, time: StepTime, decodes: StepWork, num_tokens: int) -> StepBudget:
     """What the prompts of a step may use.
 
     Args:
-        pace: the role's aims.
+        targets: the role's aims.
         time: as measured.
         decodes: the step's decoding sequences.
         num_tokens: tokens that the step has left.
@@ -43,25 +43,27 @@ def prompt_budget(pace: Pace, time: StepTime, decodes: StepWork, num_tokens: int
     if time.prompt is None:
         return StepBudget(num_tokens)
     seconds = math.inf
-    if pace.prompt_step_s is not None:
+    if targets.prompt_step_s is not None:
         efficient_s = time.prompt.seconds(0, _EFFICIENT_TOKENS)
-        seconds = max(pace.prompt_step_s - time.prompt.overhead_s, efficient_s)
-    if pace.tpot_s is not None and time.decode is not None and decodes.num_sequences:
+        seconds = max(targets.prompt_step_s - time.prompt.overhead_s, efficient_s)
+    if targets.tpot_s is not None and time.decode is not None and decodes.num_sequences:
         decode_s = time.decode.seconds(decodes.num_sequences, decodes.num_context_tokens)
         overhead_s = max(0.0, time.prompt.overhead_s - time.decode.overhead_s)
-        seconds = min(seconds, max(pace.tpot_s - decode_s - overhead_s, _MIN_PROMPT_SHARE * decode_s))
+        seconds = min(seconds, max(targets.tpot_s - decode_s - overhead_s, _MIN_PROMPT_SHARE * decode_s))
     return StepBudget(num_tokens, seconds, time.prompt)
 
 
-def num_admissible(pace: Pace, time: DecodeTime | None, company: StepWork, num_context_tokens: float) -> float:
+def num_admissible(
+    targets: StepTargets, time: DecodeTime | None, decode_batch: StepWork, num_context_tokens: float
+) -> float:
     """How many more sequences of this context length can decode in a step within the target; a fraction, or infinite.
 
     At least one when nobody decodes yet, and without limit where even one alone exceeds the target.
     """
-    if pace.tpot_s is None or time is None or time.seconds(1, int(num_context_tokens)) > pace.tpot_s:
+    if targets.tpot_s is None or time is None or time.seconds(1, int(num_context_tokens)) > targets.tpot_s:
         return math.inf
-    left_s = pace.tpot_s - time.seconds(company.num_sequences, company.num_context_tokens)
+    left_s = targets.tpot_s - time.seconds(decode_batch.num_sequences, decode_batch.num_context_tokens)
     each_s = time.sequence_s + time.context_s * num_context_tokens
     if each_s == 0:
         return math.inf if left_s >= 0 else 0.0
-    return max(0.0, left_s / each_s, 0.0 if company.num_sequences else 1.0)
+    return max(0.0, left_s / each_s, 0.0 if decode_batch.num_sequences else 1.0)

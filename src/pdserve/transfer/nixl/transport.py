@@ -19,7 +19,8 @@ import torch
 from numpy.typing import NDArray
 
 from pdserve.errors import TransferError
-from pdserve.transfer.base import Descriptor, PeerId, PullResult, PullState, Transport, wait_connected
+from pdserve.registration import WorkerRef
+from pdserve.transfer.base import Descriptor, PullResult, PullState, Transport, wait_connected
 from pdserve.transfer.descriptor import check_compatible, check_intact, seal
 from pdserve.transfer.memory import bytes_view
 from pdserve.transfer.nixl.agent import NixlAgent, Region, prepare_environment
@@ -139,7 +140,7 @@ class NixlTransport:
             raise TransferError("connect", f"earlier READs from {descriptor.peer} have not ended yet; try again later")
         self._peers[descriptor.peer] = self._add(descriptor, payload)
 
-    def is_connected(self, peer: PeerId) -> bool:
+    def is_connected(self, peer: WorkerRef) -> bool:
         """See `Transport.is_connected`."""
         known = self._peers.get(peer)
         if known is None:
@@ -158,7 +159,7 @@ class NixlTransport:
         """See `Transport.connect`."""
         wait_connected(self, descriptor)
 
-    def pull(self, peer: PeerId, nonce: str, remote_ids: list[int], local_ids: list[int], deadline_s: float) -> int:
+    def pull(self, peer: WorkerRef, nonce: str, remote_ids: list[int], local_ids: list[int], deadline_s: float) -> int:
         """See `Transport.pull`."""
         assert len(remote_ids) == len(local_ids) > 0, (remote_ids, local_ids)
         if not self.is_connected(peer):
@@ -201,7 +202,7 @@ class NixlTransport:
         read.given_up = read.given_up or "aborted"
         return False
 
-    def disconnect(self, peer: PeerId) -> None:
+    def disconnect(self, peer: WorkerRef) -> None:
         """See `Transport.disconnect`. NIXL forgets the peer when its last READ has ended."""
         known = self._peers.pop(peer, None)
         if known is None:
@@ -238,7 +239,7 @@ class NixlTransport:
 
     def _forget_all(self) -> None:
         """No peers and no READs: of a new agent."""
-        self._peers: dict[PeerId, _Peer] = {}
+        self._peers: dict[WorkerRef, _Peer] = {}
         self._leaving: list[_Peer] = []
         self._reads: dict[int, _Read] = {}
         self._results: list[PullResult] = []

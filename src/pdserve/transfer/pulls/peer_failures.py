@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pdserve.transfer.base import PeerId
+from pdserve.registration import WorkerRef
 
 _PEER_REASONS = frozenset({"connect", "post", "copy", "verify", "notify", "timeout", "generation", "disconnected"})
 """Failures that say something about the way to a peer."""
@@ -28,17 +28,17 @@ class PeerFailures:
     def __init__(self, ttl_s: float, clock: Callable[[], float]) -> None:
         self._ttl_s, self._clock = ttl_s, clock
         self._lock = threading.Lock()
-        self._marks: dict[PeerId, FailureMark] = {}
+        self._marks: dict[WorkerRef, FailureMark] = {}
         self.num_in_a_row = 0
         """Failures since the last success with any peer: a worker with many of them is not ready."""
 
-    def note_success(self, peer: PeerId) -> None:
+    def note_success(self, peer: WorkerRef) -> None:
         """A transfer from this peer worked."""
         with self._lock:
             self._marks.pop(peer, None)
             self.num_in_a_row = 0
 
-    def note_failure(self, peer: PeerId, reason: str) -> None:
+    def note_failure(self, peer: WorkerRef, reason: str) -> None:
         """A transfer failed; reasons that lie elsewhere (aborted, geometry, …) leave no mark."""
         if reason not in _PEER_REASONS:
             return
@@ -49,7 +49,7 @@ class PeerFailures:
             self._marks[peer] = FailureMark(num_failures, reason, self._clock())
             self.num_in_a_row += 1
 
-    def marks(self) -> dict[PeerId, FailureMark]:
+    def marks(self) -> dict[WorkerRef, FailureMark]:
         """Peers whose last transfer failed within the TTL."""
         with self._lock:
             self._forget_old()

@@ -11,7 +11,8 @@ from typing import Protocol
 
 import msgspec
 
-from pdserve.transfer.base import Descriptor, PeerId
+from pdserve.registration import WorkerRef
+from pdserve.transfer.base import Descriptor
 
 MAX_READ_BYTES = 8 << 20
 """Of one READ: it ends soon, so that little is quarantined for short when it is given up."""
@@ -90,7 +91,7 @@ class ActivePull:
 
     ticket: int
     request: PullRequest
-    peer: PeerId
+    peer: WorkerRef
     submitted_s: float
     not_before_s: float
     """A test hook delays the first READ."""

@@ -17,7 +17,8 @@ from functools import partial
 import torch
 
 from pdserve.errors import TransferError
-from pdserve.transfer.base import Descriptor, PeerId, PullResult, PullState, Transport
+from pdserve.registration import WorkerRef
+from pdserve.transfer.base import Descriptor, PullResult, PullState, Transport
 from pdserve.transfer.digest import wrong_block_counter
 from pdserve.transfer.memory import bytes_view
 from pdserve.transfer.pulls.pull import ActivePull, OnOutcome, PullFaults, PullOutcome, PullRequest
@@ -61,7 +62,7 @@ class PullRounds:
         self._quarantines = {name: Quarantine(quarantine_s, max_blocks, clock) for name in transports}
         self._draining_since_s: dict[str, float] = {}
         self._pulls: dict[int, ActivePull] = {}
-        self._preparing: dict[PeerId, str] = {}
+        self._preparing: dict[WorkerRef, str] = {}
         self._look_after_at_s = self._post_until_s = 0.0
         self.num_recreated = 0
         self.is_broken = False
@@ -196,7 +197,7 @@ class PullRounds:
                 break
         return num_posted
 
-    def _num_in_flight(self, peer: PeerId) -> int:
+    def _num_in_flight(self, peer: WorkerRef) -> int:
         return sum(len(pull.in_flight) for pull in self._pulls.values() if pull.peer == peer)
 
     def _collect(self) -> int:
@@ -331,7 +332,7 @@ class PullRounds:
         if pull.num_unended_reads == 0 and pull.outcome is not None:
             _call(pull.on_terminal, pull.outcome)
 
-    def disconnect(self, peer: PeerId) -> None:
+    def disconnect(self, peer: WorkerRef) -> None:
         """Drop a peer; requests to it end with reason disconnected."""
         for pull in list(self._pulls.values()):
             if pull.peer == peer:

@@ -20,7 +20,8 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from pdserve.errors import TransferError
-from pdserve.transfer.base import Descriptor, PeerId, Transport
+from pdserve.registration import WorkerRef
+from pdserve.transfer.base import Descriptor, Transport
 from pdserve.transfer.memory import bytes_view
 from pdserve.transfer.pulls.peer_failures import FailureMark, PeerFailures
 from pdserve.transfer.pulls.pull import (
@@ -136,7 +137,7 @@ class Puller:
         """End a request with reason aborted, unless it has ended."""
         self._command(lambda rounds: rounds.abort(ticket))
 
-    def disconnect(self, peer: PeerId) -> None:
+    def disconnect(self, peer: WorkerRef) -> None:
         """Drop a peer that is gone; requests to it end with reason disconnected."""
         self._command(lambda rounds: rounds.disconnect(peer))
 
@@ -144,7 +145,7 @@ class Puller:
         """Whether leases exist, so that peers may READ from this worker at any moment."""
         self._threads[0].set_serving(is_serving)
 
-    def failed_peers(self) -> dict[PeerId, FailureMark]:
+    def failed_peers(self) -> dict[WorkerRef, FailureMark]:
         """Peers whose last transfer failed a short while ago."""
         return self._failures.marks()
 

@@ -9,7 +9,7 @@ import threading
 import time
 
 from pdserve.errors import TransferError
-from pdserve.transfer.base import PeerId
+from pdserve.registration import WorkerRef
 from pdserve.transfer.memory import BlockMemory
 from pdserve.transfer.tcp.grants import Grants
 from pdserve.transfer.tcp.wire import PROTOCOL_VERSION, Answer, Hello, Read, hang_up, receive_frame, send_frame, wake
@@ -36,7 +36,7 @@ class BlockServer:
         self,
         memory: BlockMemory,
         grants: Grants,
-        identity: PeerId,
+        identity: WorkerRef,
         kv_signature: str,
         *,
         host: str,

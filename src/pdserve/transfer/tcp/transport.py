@@ -16,7 +16,8 @@ import msgspec
 import torch
 
 from pdserve.errors import TransferError
-from pdserve.transfer.base import Descriptor, PeerId, PullResult, PullState, Transport, wait_connected
+from pdserve.registration import WorkerRef
+from pdserve.transfer.base import Descriptor, PullResult, PullState, Transport, wait_connected
 from pdserve.transfer.descriptor import check_compatible, check_intact, seal
 from pdserve.transfer.memory import BlockMemory
 from pdserve.transfer.tcp.grants import Grants
@@ -57,7 +58,7 @@ class TcpTransport:
         self._handles = itertools.count(1)
         self._grants = Grants()
         self._server: BlockServer | None = None
-        self._peers: dict[PeerId, PeerReader] = {}
+        self._peers: dict[WorkerRef, PeerReader] = {}
         self._reads: dict[int, tuple[TcpRead, PeerReader]] = {}
         self._results: list[PullResult] = []
         self._ended: deque[tuple[TcpRead, TransferError | None]] = deque()  # appended by the readers' threads
@@ -66,7 +67,7 @@ class TcpTransport:
         """See `Transport.register`."""
         assert self._server is None, "register is called once"
         self._memory = BlockMemory(kv_cache)
-        identity = PeerId(worker_id, generation)
+        identity = WorkerRef(worker_id, generation)
         self._server = BlockServer(self._memory, self._grants, identity, kv_signature, host=self._host, port=self._port)
         payload = TcpPayload(host=self._advertise_host, port=self._server.port)
         self._own = seal(
@@ -117,7 +118,7 @@ class TcpTransport:
             connect_timeout_s=self._connect_timeout_s,
         )
 
-    def is_connected(self, peer: PeerId) -> bool:
+    def is_connected(self, peer: WorkerRef) -> bool:
         """See `Transport.is_connected`."""
         reader = self._peers.get(peer)
         if reader is None:
@@ -130,7 +131,7 @@ class TcpTransport:
         """See `Transport.connect`."""
         wait_connected(self, descriptor)
 
-    def pull(self, peer: PeerId, nonce: str, remote_ids: list[int], local_ids: list[int], deadline_s: float) -> int:
+    def pull(self, peer: WorkerRef, nonce: str, remote_ids: list[int], local_ids: list[int], deadline_s: float) -> int:
         """See `Transport.pull`."""
         assert len(remote_ids) == len(local_ids) > 0, (remote_ids, local_ids)
         if not self.is_connected(peer):
@@ -167,7 +168,7 @@ class TcpTransport:
             del self._reads[handle]
         return is_terminal
 
-    def disconnect(self, peer: PeerId) -> None:
+    def disconnect(self, peer: WorkerRef) -> None:
         """See `Transport.disconnect`."""
         reader = self._peers.pop(peer, None)
         if reader is None:
