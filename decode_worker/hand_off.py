@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pdserve.engine.sequence import Sequence
 from pdserve.errors import TransferError
 from pdserve.messages import KvReady, LeaseItem, TokenLogprobs
+from pdserve.reasons import FailReason, TransferReason
 from pdserve.registration import WorkerRef
 from pdserve.transfer.base import Descriptor
 from pdserve.transfer.digest import DIGEST_BYTES
@@ -46,7 +47,7 @@ class HandOff:
     """Local monotonic time of the last announcement or received block."""
     token0: int | None = None
     token0_logprobs: TokenLogprobs | None = None
-    failure: str | None = None
+    failure: FailReason | None = None
     """Set once: no block is read any more."""
     is_peer_lost: bool = False
     """The prefill worker is gone or gave up: token 0 will not come any more."""
@@ -98,14 +99,18 @@ class HandOff:
         """
         end = message.first_block_index + len(message.block_ids)
         if message.first_block_index < 0 or end > self.num_blocks:
-            raise TransferError("geometry", f"blocks [{message.first_block_index}, {end}) of {self.num_blocks}")
+            raise TransferError(
+                TransferReason.GEOMETRY, f"blocks [{message.first_block_index}, {end}) of {self.num_blocks}"
+            )
         if message.digests and len(message.digests) != len(message.block_ids):
-            raise TransferError("geometry", f"{len(message.digests)} digests for {len(message.block_ids)} blocks")
+            raise TransferError(
+                TransferReason.GEOMETRY, f"{len(message.digests)} digests for {len(message.block_ids)} blocks"
+            )
         if wrong := [len(digest) for digest in message.digests if len(digest) != DIGEST_BYTES]:
-            raise TransferError("geometry", f"a digest of {wrong[0]} bytes, not {DIGEST_BYTES}")
+            raise TransferError(TransferReason.GEOMETRY, f"a digest of {wrong[0]} bytes, not {DIGEST_BYTES}")
         num_full = min(end, len(self.chain_hashes))
         if num_full and message.chain_hash != self.chain_hashes[num_full - 1]:
-            raise TransferError("verify", "the offered blocks belong to another prompt")
+            raise TransferError(TransferReason.VERIFY, "the offered blocks belong to another prompt")
         if message.is_last and self.token0 is None:
             self.token0, self.token0_logprobs = message.token0, message.token0_logprobs
         fresh = [

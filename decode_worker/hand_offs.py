@@ -19,6 +19,7 @@ from pdserve.engine.sequence import Sequence
 from pdserve.errors import BusError, TransferError
 from pdserve.log import get_logger
 from pdserve.messages import AttemptKey, KvFailed, KvReady, KvRelease, KvWant, LeaseRenewal
+from pdserve.reasons import FailReason, KvFailReason, TransferReason
 from pdserve.registration import Role, WorkerRef, WorkerRegistration
 from pdserve.transfer.base import Descriptor
 from pdserve.transfer.pulls.pull import PullOutcome
@@ -37,7 +38,7 @@ class HandOffListener(Protocol):
         """All blocks are here and verified, and token 0 is known."""
         ...
 
-    def on_hand_off_failed(self, hand_off: HandOff, reason: str) -> None:
+    def on_hand_off_failed(self, hand_off: HandOff, reason: FailReason) -> None:
         """It failed, and no READ is in flight any more."""
         ...
 
@@ -166,14 +167,16 @@ class HandOffs:
                 self._send_release(message.key, peer, is_complete=False)
             return
         if hand_off.peer != peer:
-            self._watch.hand_off_rejected("generation")
+            self._watch.hand_off_rejected(KvFailReason.GENERATION)
             return
         hand_off.progress_s = self._clock()
         try:
             read = hand_off.announce(message)
         except TransferError as error:
             logger.error("hand-off %s: %s", message.key, error)
-            self._fail(hand_off, "integrity" if error.reason == "verify" else "handoff_failed")
+            self._fail(
+                hand_off, FailReason.INTEGRITY if error.reason == TransferReason.VERIFY else FailReason.HANDOFF_FAILED
+            )
             return
         if read is not None:
             hand_off.first_read_s = hand_off.first_read_s or self._clock()
@@ -194,7 +197,7 @@ class HandOffs:
             self._watch.late_message("finished")
             return
         logger.warning("hand-off %s: prefill worker says %s", message.key, message.reason)
-        self._lose_peer(hand_off, "handoff_failed")
+        self._lose_peer(hand_off, FailReason.HANDOFF_FAILED)
 
     # --- what the transfer threads say
 
@@ -211,7 +214,9 @@ class HandOffs:
         if not outcome.ok and hand_off.failure is None and hand_off.sequence.key in self._open:
             what = (hand_off.sequence.key, hand_off.peer, outcome.reason, outcome.detail)
             logger.warning("READ for %s from %s failed: %s %s", *what)
-            self._fail(hand_off, "integrity" if outcome.reason == "verify" else "handoff_failed")
+            self._fail(
+                hand_off, FailReason.INTEGRITY if outcome.reason == TransferReason.VERIFY else FailReason.HANDOFF_FAILED
+            )
         else:
             self._advance(hand_off)
 
@@ -242,10 +247,10 @@ class HandOffs:
                 return  # token 0 comes with the last announcement
             self._close(hand_off)
             self._listen().on_hand_off_failed(
-                hand_off, hand_off.failure if hand_off.token0 is not None else "no_token0"
+                hand_off, hand_off.failure if hand_off.token0 is not None else FailReason.NO_TOKEN0
             )
 
-    def _fail(self, hand_off: HandOff, reason: str) -> None:
+    def _fail(self, hand_off: HandOff, reason: FailReason) -> None:
         """READ nothing more; what is in flight must end first."""
         if hand_off.failure is None:
             hand_off.failure = reason
@@ -253,7 +258,7 @@ class HandOffs:
                 self._transports.abort(ticket)
         self._advance(hand_off)
 
-    def _lose_peer(self, hand_off: HandOff, reason: str) -> None:
+    def _lose_peer(self, hand_off: HandOff, reason: FailReason) -> None:
         hand_off.is_peer_lost = True
         self._fail(hand_off, reason)
 
@@ -299,9 +304,9 @@ class HandOffs:
         for hand_off in list(self._open.values()):
             if self._view.is_gone(hand_off.peer):
                 logger.warning("prefill worker %s of hand-off %s is gone", hand_off.peer, hand_off.sequence.key)
-                self._lose_peer(hand_off, "handoff_failed")
+                self._lose_peer(hand_off, FailReason.HANDOFF_FAILED)
             elif now_s - hand_off.progress_s > self._handoff_timeout_s:
-                self._lose_peer(hand_off, "handoff_timeout")
+                self._lose_peer(hand_off, FailReason.HANDOFF_TIMEOUT)
             elif not hand_off.num_announced_blocks:
                 self._send_want(hand_off)  # the first one may have been lost; doubled ones are harmless
 

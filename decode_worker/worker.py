@@ -20,6 +20,7 @@ from pdserve.engine.engine import Engine, StepOutput
 from pdserve.engine.sequence import Sequence
 from pdserve.errors import InvalidRequestError, NoCapacityError
 from pdserve.messages import AnyMessage, Cancel, DecodeJob, KvFailed, KvReady, ResendTokens, Timing
+from pdserve.reasons import FailReason
 from pdserve.registration import Role, WorkerLoad
 from pdserve.worker.admission import Admission
 from pdserve.worker.attempts import Attempt, Attempts
@@ -107,7 +108,7 @@ class DecodeWorker:
         try:
             await self._thread.call(lambda: self._engine.add(attempt.sequence))
         except InvalidRequestError as error:
-            self.fail(attempt, "too_long", retryable=False, detail=error.message)
+            self.fail(attempt, FailReason.TOO_LONG, retryable=False, detail=error.message)
         else:
             self._watch.job("accepted")
 
@@ -115,7 +116,7 @@ class DecodeWorker:
         """Reserve all blocks or refuse at once, then ask the prefill worker for its own."""
         prefill = await self._hand_offs.find_peer(worker_id, generation)
         if isinstance(prefill, str):
-            self.fail(attempt, "handoff_failed", retryable=True, detail=prefill)
+            self.fail(attempt, FailReason.HANDOFF_FAILED, retryable=True, detail=prefill)
             return
         if self.attempts.get(attempt.key) is not attempt:
             return
@@ -123,9 +124,9 @@ class DecodeWorker:
             num_cached_blocks = await self._thread.call(lambda: self._engine.reserve(attempt.sequence))
         except NoCapacityError as error:
             self._watch.job("rejected")
-            self.fail(attempt, "no_capacity", retryable=True, detail=str(error))
+            self.fail(attempt, FailReason.NO_CAPACITY, retryable=True, detail=str(error))
         except InvalidRequestError as error:
-            self.fail(attempt, "too_long", retryable=False, detail=error.message)
+            self.fail(attempt, FailReason.TOO_LONG, retryable=False, detail=error.message)
         else:
             self._watch.job("accepted")
             if self.attempts.get(attempt.key) is attempt:
@@ -151,7 +152,7 @@ class DecodeWorker:
         attempt.timing = Timing(transfer_s=hand_off.transfer_s, transfer_bytes=hand_off.num_bytes)
         self._thread.post_output(lambda: _without_tokens(self._engine.activate(attempt.sequence, token0, logprobs)))
 
-    def on_hand_off_failed(self, hand_off: HandOff, reason: str) -> None:
+    def on_hand_off_failed(self, hand_off: HandOff, reason: FailReason) -> None:
         """No READ is in flight any more. Compute the prompt here if allowed and token 0 is known, else give up."""
         attempt = self.attempts.get(hand_off.sequence.key)
         if attempt is None:
@@ -184,11 +185,13 @@ class DecodeWorker:
         """The step's sequences are lost here; the gateway decides where they go."""
         for sequence in failure.sequences:
             if (attempt := self.attempts.get(sequence.key)) is not None:
-                self.fail(attempt, "step_failed", retryable=True, detail=failure.name, in_step=True)
+                self.fail(attempt, FailReason.STEP_FAILED, retryable=True, detail=failure.name, in_step=True)
 
     # --- ends
 
-    def fail(self, attempt: Attempt, reason: str, *, retryable: bool, detail: str = "", in_step: bool = False) -> None:
+    def fail(
+        self, attempt: Attempt, reason: FailReason, *, retryable: bool, detail: str = "", in_step: bool = False
+    ) -> None:
         """The attempt ends here without finishing."""
         if self.attempts.get(attempt.key) is not attempt:
             return
@@ -208,7 +211,7 @@ class DecodeWorker:
         self._hand_offs.heartbeat(now_s)
         for attempt in self.attempts.active():
             if now_s >= attempt.sequence.deadline_s:
-                self.fail(attempt, "deadline", retryable=False)
+                self.fail(attempt, FailReason.DEADLINE, retryable=False)
             elif self._is_gateway_gone(attempt.gateway_id):
                 self._drop(attempt)
         self.attempts.prune(now_s)
@@ -228,7 +231,7 @@ class DecodeWorker:
         """Attempts that a drain waits for."""
         return len(self.attempts.active()) + self._hand_offs.num_open
 
-    async def abandon(self, reason: str) -> None:
+    async def abandon(self, reason: FailReason) -> None:
         """Give everything up and tell everybody."""
         for attempt in self.attempts.active():
             self.fail(attempt, reason, retryable=True)

@@ -18,6 +18,7 @@ from pdserve.log import get_logger
 from pdserve.messages import AttemptKey, KvFailed, KvRelease, KvWant, LeaseRenewal, TokenLogprobs
 from pdserve.prefill_worker.leases import LeaseTable
 from pdserve.prefill_worker.offer import Offer, Reader
+from pdserve.reasons import KvFailReason
 from pdserve.registration import WorkerRef
 from pdserve.worker.engine_thread import EngineThread
 from pdserve.worker.identity import Identity
@@ -91,7 +92,7 @@ class Offers:
                 self._grant(offer)
         self._announce(offer)
 
-    def end(self, key: AttemptKey, failure: str | None = None) -> None:
+    def end(self, key: AttemptKey, failure: KvFailReason | None = None) -> None:
         """The attempt ended here. Blocks that somebody may be reading stay leased until they say otherwise."""
         offer = self._offers.get(key)
         if offer is None:
@@ -140,7 +141,7 @@ class Offers:
         for item in message.items:
             offer = self._offers.get(item.key)
             if offer is None or (offer.reader is not None and offer.reader.peer != peer):
-                self._send_failed(item.key, peer, "unknown" if offer is None else "stale")
+                self._send_failed(item.key, peer, KvFailReason.UNKNOWN if offer is None else KvFailReason.STALE)
                 continue
             if offer.reader is None:
                 continue  # its KvWant was lost; it comes again with the next heartbeat
@@ -158,19 +159,19 @@ class Offers:
                 self._unlease(key)
                 continue
             if offer.reader is not None:
-                self._send_failed(key, offer.reader.peer, "expired")
+                self._send_failed(key, offer.reader.peer, KvFailReason.EXPIRED)
             self._end_lease(offer)
 
     # --- inner workings
 
-    def _want_refusal(self, message: KvWant, *, is_buried: bool) -> str | None:
+    def _want_refusal(self, message: KvWant, *, is_buried: bool) -> KvFailReason | None:
         offer = self._offers.get(message.key)
         if offer is None or offer.is_over:
             if is_buried or offer is not None:
-                return "stale"
+                return KvFailReason.STALE
             is_forged = any(key[:3] == message.key[:3] for key in self._offers)
-            return "nonce" if is_forged else "unknown"
-        return None if message.kv_signature == self._kv_signature else "geometry"
+            return KvFailReason.NONCE if is_forged else KvFailReason.UNKNOWN
+        return None if message.kv_signature == self._kv_signature else KvFailReason.GEOMETRY
 
     async def _lend(self, offer: Offer, peer: WorkerRef) -> None:
         if offer.reader is None or offer.reader.peer != peer:
@@ -222,7 +223,7 @@ class Offers:
         self._thread.post(lambda: self._engine.release_lease(key))
         self._transports.set_serving(len(self._leases) > 0)
 
-    def _send_failed(self, key: AttemptKey, peer: WorkerRef, reason: str) -> None:
+    def _send_failed(self, key: AttemptKey, peer: WorkerRef, reason: KvFailReason) -> None:
         worker_id, generation = self._identity.peer
         message = KvFailed(**key._asdict(), worker_id=worker_id, generation=generation, reason=reason)
         self._bus.send(self._bus.keys.inbox(*peer), message)

@@ -29,6 +29,7 @@ from pdserve.messages import (
     Timing,
 )
 from pdserve.prefill_worker.offers import Offers
+from pdserve.reasons import FailReason, KvFailReason
 from pdserve.registration import Role, WorkerLoad
 from pdserve.worker.admission import Admission
 from pdserve.worker.attempts import Attempt, Attempts
@@ -122,7 +123,7 @@ class PrefillWorker:
         try:
             await self._thread.call(lambda: self._engine.add(attempt.sequence))
         except InvalidRequestError as error:
-            self._fail(attempt, "too_long", retryable=False, detail=error.message)
+            self._fail(attempt, FailReason.TOO_LONG, retryable=False, detail=error.message)
         else:
             self._watch.job("accepted")
 
@@ -174,7 +175,7 @@ class PrefillWorker:
         """The step's prompts are lost here; the gateway decides where they go."""
         for sequence in failure.sequences:
             if (attempt := self.attempts.get(sequence.key)) is not None:
-                self._fail(attempt, "step_failed", retryable=True, detail=failure.name, in_step=True)
+                self._fail(attempt, FailReason.STEP_FAILED, retryable=True, detail=failure.name, in_step=True)
 
     # --- ends
 
@@ -184,14 +185,16 @@ class PrefillWorker:
             self._watch.job("finished")
             self.attempts.end(attempt, self._clock(), keeps_tokens=True)
 
-    def _fail(self, attempt: Attempt, reason: str, *, retryable: bool, detail: str = "", in_step: bool = False) -> None:
+    def _fail(
+        self, attempt: Attempt, reason: FailReason, *, retryable: bool, detail: str = "", in_step: bool = False
+    ) -> None:
         if self.attempts.get(attempt.key) is not attempt:
             return
         self._watch.job("failed")
         self.attempts.fail(attempt.key, attempt.gateway_id, reason, retryable=retryable, detail=detail, in_step=in_step)
-        self._drop(attempt, failure="prefill_failed")
+        self._drop(attempt, failure=KvFailReason.PREFILL_FAILED)
 
-    def _drop(self, attempt: Attempt, failure: str | None = None) -> None:
+    def _drop(self, attempt: Attempt, failure: KvFailReason | None = None) -> None:
         self.attempts.end(attempt, self._clock(), keeps_tokens=False)
         self._thread.post(lambda: self._engine.abort(attempt.sequence))
         self._offers.end(attempt.key, failure)
@@ -209,11 +212,11 @@ class PrefillWorker:
         sequence = attempt.sequence
         is_computing = sequence.admitted_s is not None and not attempt.token_ids
         if now_s >= sequence.deadline_s:
-            self._fail(attempt, "deadline", retryable=False)
+            self._fail(attempt, FailReason.DEADLINE, retryable=False)
         elif self._is_gateway_gone(attempt.gateway_id):
             self._drop(attempt)
         elif is_computing and now_s - sequence.admitted_s > self._limits.prefill_timeout_s:  # type: ignore[operator]
-            self._fail(attempt, "prefill_timeout", retryable=True)
+            self._fail(attempt, FailReason.PREFILL_TIMEOUT, retryable=True)
 
     def load(self) -> WorkerLoad:
         """Numbers for the registration."""
@@ -228,7 +231,7 @@ class PrefillWorker:
         """Attempts and leases that a drain waits for."""
         return max(len(self.attempts.active()), self._offers.num_leases)
 
-    async def abandon(self, reason: str) -> None:
+    async def abandon(self, reason: FailReason) -> None:
         """Give everything up and tell everybody."""
         for attempt in self.attempts.active():
             self._fail(attempt, reason, retryable=True)

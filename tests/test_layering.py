@@ -18,7 +18,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "pdserve"
 
-FOUNDATION = {"errors", "messages", "sampling_params", "registration", "log", "mailbox"}
+FOUNDATION = {"errors", "messages", "reasons", "sampling_params", "registration", "log", "mailbox"}
 """Modules that everybody may import, and that import nobody but each other."""
 SHARED = FOUNDATION | {"settings", "faults", "metrics", "bus", "models", "http_server"}
 """Torch-free modules that every process shares."""
@@ -113,7 +113,9 @@ def test_component_folders_are_no_regular_packages() -> None:
 
 def light_modules() -> list[str]:
     """The gateway's app, its main, and every module of the operator."""
-    operator = [f"pdserve.operator.{file.stem}" for file in files_of("operator") if file.stem != "__main__"]
+    folder = PACKAGE / "operator"
+    files = [file.relative_to(folder.resolve()).with_suffix("") for file in files_of("operator")]
+    operator = [".".join(("pdserve.operator", *file.parts)) for file in files if file.name != "__main__"]
     shared = ["pdserve.models.card", "pdserve.models.resolve", "pdserve.bus.bus", "pdserve.settings", "pdserve.metrics"]
     wanted = ["pdserve.gateway.app", "pdserve.gateway.main", *shared, "pdserve.local.one_machine"]
     return [module for module in wanted if exists(module)] + operator

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pdserve.errors import RequestError
 from pdserve.gateway.generation.request import FinishedEvent, TokensEvent
 from pdserve.messages import Message
+from pdserve.reasons import FailReason
 from pdserve.registration import WorkerRef
 
 
@@ -36,7 +37,7 @@ class Requeue:
 
     phase: str
     """Where the attempt was: prefill | handoff | decode."""
-    reason: str
+    reason: FailReason
     not_before_s: float
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from pdserve.messages import AttemptKey, Cancel, Finished, ResendTokens
+from pdserve.reasons import CancelReason
 from pdserve.registration import WorkerRef
 
 
@@ -92,7 +93,7 @@ class Attempt:
         since_s = max(self.token0_s, self.decode_lost_s or self.token0_s)
         return now_s - since_s > 0.8 * kv_lease_s
 
-    def cancel_message(self, reason: str) -> Cancel:
+    def cancel_message(self, reason: CancelReason) -> Cancel:
         """Tells a holder to stop."""
         key = self.key
         return Cancel(request_id=key.request_id, choice=key.choice, attempt=key.attempt, nonce=key.nonce, reason=reason)

@@ -37,6 +37,7 @@ from pdserve.gateway.routing.disaggregation import Disaggregation
 from pdserve.gateway.routing.placement import Demand, Placement
 from pdserve.gateway.routing.router import Pairs, Place, Router
 from pdserve.log import get_logger
+from pdserve.reasons import CancelReason
 from pdserve.registration import Role, WorkerRef, WorkerRegistration
 
 _log = get_logger(__name__)
@@ -161,7 +162,7 @@ class Dispatcher:
                 await self._table.wait_until_empty()
         except TimeoutError:
             for live in self._table.first_of_each_request():
-                self._observer.cancelled("shutdown")
+                self._observer.cancelled(CancelReason.SHUTDOWN)
                 self._fail(live, admission.shutdown_error())
 
     # --- requests in and out
@@ -225,12 +226,12 @@ class Dispatcher:
             eos_token_ids=self._eos_token_ids,
         )
 
-    def _stop(self, live: LiveSequence, reason: str) -> None:
+    def _stop(self, live: LiveSequence, reason: CancelReason) -> None:
         """Cancel a sequence everywhere, without a word to its client."""
         now_s = self._clock()
         self._perform(live, live.machine.cancel(reason, now_s), now_s)
 
-    def _cancel(self, request_id: str, reason: str) -> None:
+    def _cancel(self, request_id: str, reason: CancelReason) -> None:
         self._observer.cancelled(reason)
         for live in self._table.of_request(request_id):
             self._stop(live, reason)
@@ -238,15 +239,15 @@ class Dispatcher:
     def _finish_choice(self, request_id: str, choice: int) -> None:
         live = self._table.get(request_id, choice)
         if live is not None:
-            self._stop(live, "finished")
+            self._stop(live, CancelReason.FINISHED)
 
     def _fail(self, live: LiveSequence, error: RequestError) -> None:
         """End the whole request of this sequence with an error."""
         if error.code == "deadline_exceeded":
-            self._observer.cancelled("deadline")
+            self._observer.cancelled(CancelReason.DEADLINE)
         live.generation.push(FailedEvent(error))
         for sibling in self._table.of_request(live.key.request_id):
-            self._stop(sibling, "failed")
+            self._stop(sibling, CancelReason.FAILED)
 
     # --- time
 

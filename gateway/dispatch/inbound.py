@@ -24,11 +24,12 @@ from pdserve.messages import (
     Started,
     TokenBatch,
 )
+from pdserve.reasons import CancelReason, SequenceState
 from pdserve.registration import WorkerRef
 
 _log = get_logger(__name__)
 
-ORPHAN_STATES = frozenset({"waiting", "running", "receiving", "preempted"})
+ORPHAN_STATES = frozenset({SequenceState.WAITING, SequenceState.RUNNING, SequenceState.RECEIVING})
 """States in which a sequence that nobody waits for costs a worker something that a Cancel ends."""
 
 
@@ -120,7 +121,11 @@ class Inbound:
         if item.state in ORPHAN_STATES:
             key = item.key
             cancel = Cancel(
-                request_id=key.request_id, choice=key.choice, attempt=key.attempt, nonce=key.nonce, reason="orphan"
+                request_id=key.request_id,
+                choice=key.choice,
+                attempt=key.attempt,
+                nonce=key.nonce,
+                reason=CancelReason.ORPHAN,
             )
             self._bus.send(self._bus.keys.inbox(*worker), cancel)
 

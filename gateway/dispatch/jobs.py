@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pdserve.messages import AttemptKey, DecodeJob, PrefillJob, SequenceKey
+from pdserve.reasons import FinishReason
 from pdserve.registration import WorkerRef
 from pdserve.sampling_params import SamplingParams
 
@@ -71,7 +72,7 @@ class SequenceSpec:
         """Output tokens that may still come."""
         return self.sampling.max_tokens - len(output)
 
-    def natural_end(self, output: list[int]) -> tuple[str, int | None] | None:
+    def natural_end(self, output: list[int]) -> tuple[FinishReason, int | None] | None:
         """(finish reason, stop token) when these tokens are already a whole answer.
 
         Needed only when a worker's Finished was lost together with the worker: computing on would add tokens
@@ -80,5 +81,5 @@ class SequenceSpec:
         last = output[-1] if output else None
         is_eos = last in self.eos_token_ids and not self.sampling.ignore_eos
         if last is not None and (is_eos or last in self.sampling.stop_token_ids):
-            return "stop", last
-        return ("length", None) if self.num_left(output) <= 0 else None
+            return FinishReason.STOP, last
+        return (FinishReason.LENGTH, None) if self.num_left(output) <= 0 else None

@@ -9,19 +9,15 @@ from dataclasses import dataclass
 
 from pdserve.errors import InvalidRequestError, RequestError, UnavailableError
 from pdserve.messages import Failed
+from pdserve.reasons import FailReason
 
-FREE_REASONS = frozenset({"no_capacity", "draining"})
+FREE_REASONS = frozenset({FailReason.NO_CAPACITY, FailReason.DRAINING})
 """Nobody's fault: such an end does not count against MAX_ATTEMPTS."""
 
-TRANSFER_REASONS = frozenset({"handoff_failed", "handoff_timeout", "integrity", "no_token0"})
-"""Ends of a hand-off that speak of the pair, not of the decode worker alone."""
-
-REASONS = (
-    *("no_capacity", "draining", "handoff_timeout", "handoff_failed", "integrity", "prefill_failed", "no_token0"),
-    *("prefill_timeout", "deadline", "too_long", "fingerprint", "schema", "step_failed", "restarting", "cancelled"),
-    *("worker_gone", "lost", "no_progress", "divergence", "other"),
+TRANSFER_REASONS = frozenset(
+    {FailReason.HANDOFF_FAILED, FailReason.HANDOFF_TIMEOUT, FailReason.INTEGRITY, FailReason.NO_TOKEN0}
 )
-"""Closed set of re-dispatch reasons: those of `messages.Failed`, then the gateway's own."""
+"""Ends of a hand-off that speak of the pair, not of the decode worker alone."""
 
 MAX_RUNNING_DEATHS = 2
 """A sequence that was in the running step of two workers when they died is not given a third one to kill."""
@@ -49,23 +45,16 @@ class RetryLimits:
         return float(min(self.max_backoff_s, self.min_backoff_s * 2 ** min(num_retries - 1, 16)))
 
 
-def reason_label(reason: str) -> str:
-    """The reason as a member of the closed set."""
-    return reason if reason in REASONS else "other"
-
-
 def error_of_failed(failed: Failed, num_prompt_tokens: int) -> RequestError:
     """What the client hears when a worker says that trying again is pointless."""
-    if failed.reason == "too_long":
+    if failed.reason == FailReason.TOO_LONG:
         return InvalidRequestError(
             f"The prompt of {num_prompt_tokens} tokens is longer than a worker of this model accepts; shorten it.",
             code="context_length_exceeded",
         )
-    if failed.reason == "deadline":
+    if failed.reason == FailReason.DEADLINE:
         return deadline_error()
-    return RequestError(
-        f"The request could not be computed ({reason_label(failed.reason)}).", code=reason_label(failed.reason)
-    )
+    return RequestError(f"The request could not be computed ({failed.reason}).", code=failed.reason)
 
 
 def deadline_error() -> RequestError:
@@ -77,10 +66,10 @@ def deadline_error() -> RequestError:
     )
 
 
-def attempts_error(num_attempts: int, reason: str) -> RequestError:
+def attempts_error(num_attempts: int, reason: FailReason) -> RequestError:
     """MAX_ATTEMPTS is used up."""
     return UnavailableError(
-        f"The request failed on {num_attempts} attempts, the last one by {reason_label(reason)}; try again.",
+        f"The request failed on {num_attempts} attempts, the last one by {reason}; try again.",
         code="attempts_exhausted",
         retry_after_s=1.0,
     )

@@ -34,6 +34,7 @@ from pdserve.messages import (
     SequenceTokens,
     Started,
 )
+from pdserve.reasons import CancelReason, FailReason, FinishReason, SequenceState
 from pdserve.registration import WorkerRef
 
 
@@ -72,13 +73,13 @@ class SequenceMachine:
     def dispatch(self, prefill: WorkerRef, now_s: float, epoch: int) -> list[Action]:
         """Start the next attempt with a prefill worker."""
         attempt = self._begin(now_s)
-        attempt.prefill = Assignment(prefill, now_s, epoch, state="waiting")
+        attempt.prefill = Assignment(prefill, now_s, epoch, state=SequenceState.WAITING)
         return [Send(prefill, self.spec.prefill_job(attempt.key, self.output, now_s))]
 
     def dispatch_local(self, decode: WorkerRef, now_s: float, epoch: int) -> list[Action]:
         """Start the next attempt on a decode worker that computes the prompt itself."""
         attempt = self._begin(now_s)
-        attempt.decode = Assignment(decode, now_s, epoch, state="waiting")
+        attempt.decode = Assignment(decode, now_s, epoch, state=SequenceState.WAITING)
         return [Send(decode, self.spec.decode_job(attempt.key, self.output, None, now_s))]
 
     def assign_decode(self, decode: WorkerRef, now_s: float, epoch: int) -> list[Action]:
@@ -87,13 +88,13 @@ class SequenceMachine:
         assert attempt is not None, f"{self.spec.key} is {self.phase}, no decode worker is wanted"
         assert attempt.wants_decode, f"{attempt.key} wants no decode worker"
         assert decode not in attempt.refused, f"{decode} had {attempt.key} before"
-        attempt.decode = Assignment(decode, now_s, epoch, state="receiving")
+        attempt.decode = Assignment(decode, now_s, epoch, state=SequenceState.RECEIVING)
         attempt.last_progress_s = now_s
         return [self._decode_job(attempt, now_s)]
 
     def no_decode_worker(self, now_s: float) -> list[Action]:
         """Every decode worker there is had this attempt and refused or failed it."""
-        return self._requeue("no_capacity", now_s)
+        return self._requeue(FailReason.NO_CAPACITY, now_s)
 
     # --- what workers say
 
@@ -146,7 +147,7 @@ class SequenceMachine:
         holder = self._holder(message.key, worker)
         if holder is None:
             return []
-        if not message.retryable or message.reason == "deadline":
+        if not message.retryable or message.reason == FailReason.DEADLINE:
             holder.is_gone = True
             return self._fail(outcomes.error_of_failed(message, len(self.spec.prompt_token_ids)))
         holder.is_seen = True
@@ -169,21 +170,21 @@ class SequenceMachine:
         holder = self.attempt.holder(worker) if self.attempt is not None else None
         if holder is None or holder.is_gone:
             return []
-        was_running = holder.state == "running"
+        was_running = holder.state == SequenceState.RUNNING
         holder.is_gone = True
-        return self._lose(holder, "worker_gone", now_s, is_fault=True, was_running=was_running)
+        return self._lose(holder, FailReason.WORKER_GONE, now_s, is_fault=True, was_running=was_running)
 
     # --- time and the client
 
     def on_tick(self, now_s: float) -> list[Action]:
         """Timers: the deadline, the lease, repeated questions, progress."""
         if not self.is_done and now_s >= self.spec.deadline_s:
-            return self._fail(outcomes.deadline_error(), reason="deadline")
+            return self._fail(outcomes.deadline_error(), reason=CancelReason.DEADLINE)
         attempt = self.attempt
         if self.is_done or attempt is None:
             return []
         if attempt.wants_decode and attempt.is_lease_over(now_s, self.limits.kv_lease_s):
-            return self._requeue("no_capacity", now_s)
+            return self._requeue(FailReason.NO_CAPACITY, now_s)
         if now_s - attempt.last_progress_s > self.limits.progress_timeout_s:
             return self._no_progress(attempt, now_s)
         return [] if attempt.finisher is None else self._ask_resend(attempt.finisher, now_s)
@@ -193,7 +194,7 @@ class SequenceMachine:
         if self.attempt is not None:
             self.attempt.last_progress_s = now_s
 
-    def cancel(self, reason: str, now_s: float) -> list[Action]:
+    def cancel(self, reason: CancelReason, now_s: float) -> list[Action]:
         """Stop everywhere, in every state. No event follows."""
         return [] if self.is_done else self._end(reason)
 
@@ -233,7 +234,7 @@ class SequenceMachine:
         """The way of nearly all tokens: no more is done than must be."""
         index = len(self.output)
         self.output.extend(item.token_ids)
-        self._attempt.last_progress_s, holder.num_absences, holder.state = now_s, 0, "running"
+        self._attempt.last_progress_s, holder.num_absences, holder.state = now_s, 0, SequenceState.RUNNING
         return [Emit(TokensEvent(self.spec.choice, index, item.token_ids, item.logprobs))]
 
     def _note_started(self, holder: Assignment, now_s: float) -> list[Action]:
@@ -251,7 +252,7 @@ class SequenceMachine:
         holder.is_seen = holder.has_tokens = True
         attempt.token0_s = attempt.token0_s or now_s
         actions = self._note_started(holder, now_s) if holder is attempt.prefill else []
-        holder.state = "leased" if holder is attempt.prefill else "running"
+        holder.state = SequenceState.LEASED if holder is attempt.prefill else "running"
         return actions
 
     def _try_finish(self, now_s: float) -> list[Action]:
@@ -263,18 +264,18 @@ class SequenceMachine:
             return self._diverged(finisher, finish.num_output_tokens, now_s)
         return self._finish(finish.finish_reason, finish.stop_token_id)
 
-    def _finish(self, finish_reason: str, stop_token_id: int | None) -> list[Action]:
+    def _finish(self, finish_reason: FinishReason, stop_token_id: int | None) -> list[Action]:
         """A good end. When P ended the sequence with token 0, a decode worker that waits for it is told."""
         event = FinishedEvent(self.spec.choice, finish_reason, stop_token_id, len(self.output))
         decode = self.attempt.decode if self.attempt is not None else None
         is_waiting = decode is not None and not decode.has_tokens
-        cancels = self._end("finished")
+        cancels = self._end(CancelReason.FINISHED)
         return [Emit(event), *(cancels if is_waiting else [])]
 
-    def _fail(self, error: RequestError, reason: str = "failed") -> list[Action]:
+    def _fail(self, error: RequestError, reason: CancelReason = CancelReason.FAILED) -> list[Action]:
         return [*self._end(reason), Fail(error)]
 
-    def _end(self, reason: str) -> list[Action]:
+    def _end(self, reason: CancelReason) -> list[Action]:
         """Whatever comes from now on is late."""
         cancels = self._cancel_holders(reason)
         self.is_done, self.attempt = True, None
@@ -288,26 +289,30 @@ class SequenceMachine:
         return [Send(holder.worker, attempt.resend_message(self.spec.gateway_id, len(self.output)))]
 
     def _diverged(self, holder: Assignment, index: int, now_s: float) -> list[Action]:
-        return [Diverged(index), Avoid(holder.worker), *self._requeue("divergence", now_s, is_fault=True)]
+        return [Diverged(index), Avoid(holder.worker), *self._requeue(FailReason.DIVERGENCE, now_s, is_fault=True)]
 
     def _no_progress(self, attempt: Attempt, now_s: float) -> list[Action]:
         holders = attempt.holders()
         avoid: list[Action] = [Avoid(holders[-1].worker)] if holders else []
-        return [*avoid, *self._requeue("no_progress", now_s, is_fault=True)]
+        return [*avoid, *self._requeue(FailReason.NO_PROGRESS, now_s, is_fault=True)]
 
     def _present(self, holder: Assignment, item: RosterItem, now_s: float) -> list[Action]:
         attempt = self._attempt
         # A decode worker shows progress by its tokens; one that computes the prompt itself has none until then.
-        is_decoding = holder is attempt.decode and item.state == "running"
+        is_decoding = holder is attempt.decode and item.state == SequenceState.RUNNING
         is_computing = attempt.prefill is None and not holder.has_tokens
         if is_computing or not (is_decoding and holder.state == item.state):
             attempt.last_progress_s = now_s
         holder.is_seen, holder.num_absences = True, 0
         actions: list[Action] = []
-        if holder is attempt.prefill and item.state in ("running", "leased", "finished"):
+        if holder is attempt.prefill and item.state in (
+            SequenceState.RUNNING,
+            SequenceState.LEASED,
+            SequenceState.FINISHED,
+        ):
             actions += self._note_started(holder, now_s)
         holder.state = item.state
-        is_finish_lost = item.state == "finished" and holder in attempt.holders()
+        is_finish_lost = item.state == SequenceState.FINISHED and holder in attempt.holders()
         if item.next_index > len(self.output) or is_finish_lost:
             actions += self._ask_resend(holder, now_s)
         return actions
@@ -327,7 +332,7 @@ class SequenceMachine:
         if holder is attempt.decode and not holder.is_seen and holder.num_sends == 1:
             return self._send_again(holder, now_s, epoch)
         was_lost_by_bus = not holder.is_seen or epoch != holder.epoch
-        return self._lose(holder, "lost", now_s, is_fault=not was_lost_by_bus, was_running=False)
+        return self._lose(holder, FailReason.LOST, now_s, is_fault=not was_lost_by_bus, was_running=False)
 
     def _send_again(self, holder: Assignment, now_s: float, epoch: int) -> list[Action]:
         """A DecodeJob that never arrived: the same job again, for P's lease holds."""
@@ -336,7 +341,7 @@ class SequenceMachine:
         return [self._decode_job(self._attempt, now_s)]
 
     def _lose(
-        self, holder: Assignment, reason: str, now_s: float, *, is_fault: bool, was_running: bool
+        self, holder: Assignment, reason: FailReason, now_s: float, *, is_fault: bool, was_running: bool
     ) -> list[Action]:
         """One of the attempt's workers is lost for it: replace the worker, or try again from what was emitted."""
         attempt = self._attempt
@@ -352,13 +357,13 @@ class SequenceMachine:
             return avoid
         return [*avoid, *self._requeue(reason, now_s, is_fault=is_fault)]
 
-    def _avoid(self, holder: Assignment, reason: str) -> list[Action]:
+    def _avoid(self, holder: Assignment, reason: FailReason) -> list[Action]:
         attempt = self._attempt
         if reason in outcomes.TRANSFER_REASONS and holder is attempt.decode and attempt.prefill is not None:
             return [Avoid(holder.worker, attempt.prefill.worker)]
         return [Avoid(holder.worker)]
 
-    def _replace_decode(self, holder: Assignment, reason: str, now_s: float, *, is_fault: bool) -> list[Action]:
+    def _replace_decode(self, holder: Assignment, reason: FailReason, now_s: float, *, is_fault: bool) -> list[Action]:
         attempt = self._attempt
         attempt.num_decode_faults += is_fault
         can_replace = (
@@ -371,17 +376,17 @@ class SequenceMachine:
         if not can_replace:
             return self._requeue(reason, now_s, is_fault=is_fault)
         self.num_faults += is_fault
-        cancel = [] if holder.is_gone else [Send(holder.worker, attempt.cancel_message("replaced"))]
+        cancel = [] if holder.is_gone else [Send(holder.worker, attempt.cancel_message(CancelReason.REPLACED))]
         attempt.refused.add(holder.worker)
         attempt.decode, attempt.decode_lost_s, attempt.last_progress_s = None, now_s, now_s
         if attempt.finisher is holder:
             attempt.finish = attempt.finisher = None
         return [*cancel, WantDecode()]
 
-    def _requeue(self, reason: str, now_s: float, *, is_fault: bool = False) -> list[Action]:
+    def _requeue(self, reason: FailReason, now_s: float, *, is_fault: bool = False) -> list[Action]:
         """End the attempt everywhere; the sequence goes back to the queue with what was emitted."""
         phase = {"decoding": "decode", "handed_off": "handoff"}.get(self.phase, "prefill")
-        cancels = self._cancel_holders("superseded")
+        cancels = self._cancel_holders(CancelReason.SUPERSEDED)
         self.attempt = None
         end = self.spec.natural_end(self.output)
         if end is not None:
@@ -391,9 +396,9 @@ class SequenceMachine:
             return [*cancels, *self._fail(outcomes.attempts_error(self.num_faults, reason))]
         self.num_retries += 1
         not_before_s = now_s + self.limits.backoff_s(self.num_retries)
-        return [*cancels, Requeue(phase, outcomes.reason_label(reason), not_before_s)]
+        return [*cancels, Requeue(phase, reason, not_before_s)]
 
-    def _cancel_holders(self, reason: str) -> list[Action]:
+    def _cancel_holders(self, reason: CancelReason) -> list[Action]:
         attempt = self.attempt
         if attempt is None:
             return []

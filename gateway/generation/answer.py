@@ -14,6 +14,7 @@ from pdserve.errors import UnavailableError
 from pdserve.gateway.generation.choice_output import ChoiceOutput
 from pdserve.gateway.generation.request import Event, FailedEvent, FinishedEvent, GenerationRequest, TokensEvent
 from pdserve.gateway.generation.waterfall import Waterfall
+from pdserve.reasons import CancelReason
 
 
 class Source(Protocol):
@@ -28,7 +29,7 @@ class Source(Protocol):
     def finish_choice(self, choice: int) -> None:
         """No more of this choice."""
 
-    def cancel(self, reason: str) -> None:
+    def cancel(self, reason: CancelReason) -> None:
         """Stop everything at once."""
 
     def note_first_write(self) -> None:
@@ -125,7 +126,7 @@ class Answer:
         for generation in self.generations:
             generation.note_first_write()
 
-    def cancel(self, reason: str) -> None:
+    def cancel(self, reason: CancelReason) -> None:
         """Stop all that is not finished, everywhere; harmless at the end."""
         for read in self._reads:
             read.cancel()

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pdserve.errors import RequestError
 from pdserve.gateway.generation.waterfall import Waterfall
 from pdserve.messages import TokenLogprobs
+from pdserve.reasons import CancelReason, FinishReason
 from pdserve.sampling_params import SamplingParams
 
 
@@ -53,8 +54,7 @@ class FinishedEvent:
     """A choice is complete: all its tokens came before this event."""
 
     choice: int
-    finish_reason: str
-    """stop | length."""
+    finish_reason: FinishReason
     stop_token_id: int | None
     """The end-of-sequence or stop token that ended it: the last of its tokens."""
     num_output_tokens: int
@@ -102,7 +102,7 @@ class Generation:
         self,
         request: GenerationRequest,
         *,
-        on_cancel: Callable[[str], None],
+        on_cancel: Callable[[CancelReason], None],
         on_finish_choice: Callable[[int], None],
         clock: Callable[[], float],
     ) -> None:
@@ -137,8 +137,8 @@ class Generation:
             self._close(choice)
             self._on_finish_choice(choice)
 
-    def cancel(self, reason: str) -> None:
-        """Stop everything at once, everywhere. `reason`: client | slow_client | deadline | shutdown."""
+    def cancel(self, reason: CancelReason) -> None:
+        """Stop everything at once, everywhere."""
         if self._open_choices:
             self._open_choices.clear()
             self._events.clear()

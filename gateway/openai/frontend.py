@@ -26,6 +26,7 @@ from pdserve.gateway.openai.options import Options
 from pdserve.gateway.text.chat_prompt import ChatPrompts
 from pdserve.gateway.text.stop_strings import StopMatcher
 from pdserve.models.card import ModelCard
+from pdserve.reasons import CancelReason
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -158,7 +159,7 @@ class Frontend:
                 generations.append(self.dispatcher.submit(request))
         except BaseException:
             for generation in generations:
-                generation.cancel("client")
+                generation.cancel(CancelReason.CLIENT)
             raise
         call.record.waterfall = generations[0].waterfall
         outputs = [self._output(index, options, continues) for index in range(len(requests) * options.n)]

@@ -15,6 +15,7 @@ from pdserve.gateway.http.sse import Responder, SlowClientError
 from pdserve.gateway.openai.frontend import Call, Frontend
 from pdserve.gateway.openai.options import StreamOptions
 from pdserve.gateway.openai.usage import usage_of
+from pdserve.reasons import CancelReason
 
 Body = dict[str, Any]
 
@@ -63,11 +64,11 @@ async def send_answer(
             await call.responder.json(shape.whole([(output, output.take()) for output in answer.outputs], usage()))
         record.finish_reason = answer.outputs[0].finish_reason or "error"
     except SlowClientError:
-        answer.cancel("slow_client")
+        answer.cancel(CancelReason.SLOW_CLIENT)
         raise
     finally:
         record.num_output_tokens, record.token_waits_s = answer.num_output_tokens, answer.token_waits_s
-        answer.cancel("client")
+        answer.cancel(CancelReason.CLIENT)
 
 
 class _Stream:

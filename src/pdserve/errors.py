@@ -18,6 +18,8 @@ Programming errors are `assert`s with the values in the message; they are never 
 
 from __future__ import annotations
 
+from pdserve.reasons import TransferReason
+
 
 class PdserveError(Exception):
     """Root of all expected errors."""
@@ -40,9 +42,9 @@ class BusError(PdserveError):
 
 
 class TransferError(PdserveError):
-    """A KV transfer cannot be set up, or failed; `reason` is one of a closed set (see transfer/base.py)."""
+    """A KV transfer cannot be set up, or failed; `reason` is of a closed set."""
 
-    def __init__(self, reason: str, detail: str = "") -> None:
+    def __init__(self, reason: TransferReason, detail: str = "") -> None:
         self.reason = reason
         super().__init__(f"{reason}: {detail}" if detail else reason)
 
@@ -51,7 +53,7 @@ class IncompatibleError(TransferError):
     """The two sides of a hand-off differ in their KV signature; the message lists the fields that differ."""
 
     def __init__(self, detail: str) -> None:
-        super().__init__("geometry", detail)
+        super().__init__(TransferReason.GEOMETRY, detail)
 
 
 class ServiceError(PdserveError):

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import msgspec
 
 from pdserve.errors import BusError
+from pdserve.reasons import CancelReason, FailReason, FinishReason, KvFailReason, SequenceState
 from pdserve.registration import WorkerRef
 from pdserve.sampling_params import SamplingParams
 
@@ -145,7 +146,7 @@ class DecodeJob(AttemptMessage, frozen=True, kw_only=True, tag=True):
 class Cancel(AttemptMessage, frozen=True, kw_only=True, tag=True):
     """Stop this attempt in whatever state it is. Harmless when unknown, also before its job arrives."""
 
-    reason: str = "client"
+    reason: CancelReason = CancelReason.CLIENT
 
 
 class ResendTokens(AttemptMessage, frozen=True, kw_only=True, tag=True):
@@ -193,8 +194,7 @@ class KvReady(WorkerAttemptMessage, frozen=True, kw_only=True, tag=True):
 class KvFailed(WorkerAttemptMessage, frozen=True, kw_only=True, tag=True):
     """P cannot serve this hand-off."""
 
-    reason: str
-    """unknown | stale | nonce | generation | geometry | schema | cancelled | prefill_failed | expired."""
+    reason: KvFailReason
     detail: str = ""
 
 
@@ -280,8 +280,7 @@ class TokenBatch(WorkerMessage, frozen=True, kw_only=True, tag=True):
 class Finished(WorkerAttemptMessage, frozen=True, kw_only=True, tag=True):
     """The sequence is complete. Travels in the same stream entry as its last tokens."""
 
-    finish_reason: str
-    """stop | length."""
+    finish_reason: FinishReason
     num_output_tokens: int
     """Counted from the original prompt; a receiver that has fewer asks for the rest (ResendTokens)."""
     stop_token_id: int | None = None
@@ -291,9 +290,7 @@ class Finished(WorkerAttemptMessage, frozen=True, kw_only=True, tag=True):
 class Failed(WorkerAttemptMessage, frozen=True, kw_only=True, tag=True):
     """The attempt ended on this worker without finishing."""
 
-    reason: str
-    """no_capacity | draining | handoff_timeout | handoff_failed | integrity | prefill_failed | no_token0 |
-    prefill_timeout | deadline | too_long | fingerprint | schema | step_failed | restarting | cancelled."""
+    reason: FailReason
     retryable: bool
     detail: str = ""
     was_in_step: bool = False
@@ -307,8 +304,7 @@ class RosterItem(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     choice: int
     attempt: int
     nonce: str
-    state: str
-    """waiting | running | leased | receiving | preempted | finished."""
+    state: SequenceState
     next_index: int
     """Output index of the next token; everything below can be asked for again."""
 

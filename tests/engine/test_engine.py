@@ -8,8 +8,8 @@ import pytest
 from engine_oracle import make_sequence, run_to_end
 
 from pdserve.engine.executors.fake import FakeExecutor, FakeOptions, hash_token
-from pdserve.engine.sequence import SequenceState
 from pdserve.errors import InvalidRequestError
+from pdserve.reasons import SequenceState
 
 VOCAB, EOS, BLOCK_SIZE = 997, frozenset({1, 2}), 4
 

@@ -8,9 +8,9 @@ import pytest
 from engine_oracle import assert_greedy, make_sequence, run_to_end
 
 from pdserve.engine.executors.fake import FakeExecutor, FakeOptions, hash_token
-from pdserve.engine.sequence import SequenceState
 from pdserve.errors import NoCapacityError
 from pdserve.models.tiny import ARCHITECTURES
+from pdserve.reasons import SequenceState
 
 BLOCK_SIZE, VOCAB, EOS = 4, 997, frozenset({1})
 

@@ -20,6 +20,7 @@ from pdserve.messages import (
     SequenceTokens,
     Started,
 )
+from pdserve.reasons import FailReason, FinishReason, SequenceState
 from pdserve.registration import WorkerRef
 from pdserve.sampling_params import SamplingParams
 
@@ -82,7 +83,7 @@ class Bench:
             **self.key._asdict(),
             worker_id=worker.worker_id,
             generation=worker.generation,
-            finish_reason=reason,
+            finish_reason=FinishReason(reason),
             num_output_tokens=num_output_tokens,
         )
         return self.machine.on_finished(message, worker, self.now_s)
@@ -92,7 +93,7 @@ class Bench:
             **self.key._asdict(),
             worker_id=worker.worker_id,
             generation=worker.generation,
-            reason=reason,
+            reason=FailReason(reason),
             retryable=retryable,
             was_in_step=in_step,
         )
@@ -101,7 +102,11 @@ class Bench:
     def roster(
         self, worker: WorkerRef, state: str | None = None, next_index: int = 0, *, epoch: int = 0, up_s: float = 0.0
     ) -> list[Action]:
-        item = None if state is None else RosterItem(**self.key._asdict(), state=state, next_index=next_index)
+        item = (
+            None
+            if state is None
+            else RosterItem(**self.key._asdict(), state=SequenceState(state), next_index=next_index)
+        )
         return self.machine.on_roster(item, worker, self.now_s, epoch=epoch, bus_up_since_s=up_s)
 
     def gone(self, worker: WorkerRef) -> list[Action]:

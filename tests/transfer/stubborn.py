@@ -3,6 +3,7 @@
 import torch
 
 from pdserve.errors import TransferError
+from pdserve.reasons import TransferReason
 from pdserve.transfer.base import Descriptor, PullResult, PullState
 from pdserve.transfer.descriptor import seal
 from pdserve.transfer.pulls.pull import PullRequest, split_into_reads
@@ -75,7 +76,7 @@ class StubbornTransport:
         self.connected.clear()
         self.num_recreated += 1
         if self.is_broken:
-            raise TransferError("lookup", "NIXL's UCX backend does not start here")
+            raise TransferError(TransferReason.LOOKUP, "NIXL's UCX backend does not start here")
         return descriptor(f"new-{self.num_recreated}")
 
     def serve(self):

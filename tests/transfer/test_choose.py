@@ -1,6 +1,7 @@
 import pytest
 
 from pdserve.errors import TransferError
+from pdserve.reasons import TransferReason
 from pdserve.transfer.base import Descriptor
 from pdserve.transfer.choose import choose_backend, usable_transports
 from pdserve.transfer.descriptor import seal
@@ -99,7 +100,7 @@ def test_no_common_backend_is_an_error_that_says_what_to_set():
 
 
 def no_nixl(**options):
-    raise TransferError("lookup", "NIXL cannot be imported")
+    raise TransferError(TransferReason.LOOKUP, "NIXL cannot be imported")
 
 
 def test_without_nixl_auto_is_tcp_and_says_so(caplog):

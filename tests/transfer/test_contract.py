@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from pdserve.errors import IncompatibleError, TransferError
+from pdserve.reasons import TransferReason
 from pdserve.transfer.base import PullState
 from pdserve.transfer.descriptor import seal
 
@@ -106,7 +107,7 @@ def test_an_agent_that_does_not_come_back_fails_cleanly_and_may_come_back_later(
         pytest.skip("tcp has no agent")
 
     def refuse(name, *, progress_thread):
-        raise TransferError("lookup", "no more file descriptors")
+        raise TransferError(TransferReason.LOOKUP, "no more file descriptors")
 
     local.transport.connect(peer.descriptor)
     with monkeypatch.context() as patch:
@@ -119,7 +120,7 @@ def test_an_agent_that_does_not_come_back_fails_cleanly_and_may_come_back_later(
     for call in (local.transport.is_connected, lambda _: local.transport.start_connect(peer.descriptor)):
         with pytest.raises(TransferError) as caught:
             call(peer.peer)
-        assert caught.value.reason == "connect"
+        assert caught.value.reason == TransferReason.CONNECT
     local.transport.recreate()
     local.transport.connect(peer.descriptor)
     assert local.read(peer, [1], [1]).state is PullState.DONE
@@ -269,7 +270,7 @@ def test_read_from_a_frozen_peer_ends_by_its_deadline(local, peer, spawn_peer):
     assert local.read(peer, [0], [60]).state is PullState.DONE
     result = local.wait(handle)[handle]
     assert time.monotonic() - started_s < 2
-    assert result.state is PullState.DONE or result.reason == "timeout"
+    assert result.state is PullState.DONE or result.reason == TransferReason.TIMEOUT
     frozen.thaw()
     if not result.is_terminal:  # its blocks are quarantined until this says that they need not be
         last = local.wait(handle)[handle]
@@ -284,7 +285,7 @@ def test_disconnecting_fails_reads_on_their_way(local, spawn_peer):
     handle = local.pull(frozen.peer, list(range(48)), list(range(48)))
     local.transport.disconnect(frozen.peer)
     result = local.wait(handle)[handle]
-    assert result.state is PullState.DONE or result.reason == "disconnected"
+    assert result.state is PullState.DONE or result.reason == TransferReason.DISCONNECTED
     with pytest.raises(TransferError, match="not connected"):
         local.pull(frozen.peer, [0], [0])
 

@@ -22,10 +22,11 @@ from pdserve.engine.scheduling.admission import HandOffGate, decode_batch_of
 from pdserve.engine.scheduling.scheduler import NO_TARGETS, Schedule, Scheduler, work_of
 from pdserve.engine.scheduling.step_targets import StepTargets, num_admissible
 from pdserve.engine.scheduling.step_time import StepTimeModel
-from pdserve.engine.sequence import Sequence, SequenceState
+from pdserve.engine.sequence import Sequence
 from pdserve.engine.step_output import StepOutput
 from pdserve.errors import NoCapacityError
 from pdserve.messages import AttemptKey, TokenLogprobs
+from pdserve.reasons import SequenceState
 
 __all__ = ["Engine", "StepOutput"]
 

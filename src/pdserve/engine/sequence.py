@@ -7,25 +7,11 @@ A sequence decodes when exactly one token is not computed yet.
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass, field
 
 from pdserve.messages import AttemptKey, TokenLogprobs
+from pdserve.reasons import FinishReason, SequenceState
 from pdserve.sampling_params import SamplingParams
-
-
-class SequenceState(enum.StrEnum):
-    """Where a sequence is. Names appear in rosters and in /debug/requests."""
-
-    WAITING = "waiting"
-    """In the scheduler's queue; owns no blocks (or lost them by preemption)."""
-    RECEIVING = "receiving"
-    """Decode side: all blocks reserved, KV is on its way; unknown to the scheduler."""
-    RUNNING = "running"
-    """Owns blocks; scheduled when the budget allows (prefill chunks and decode alike)."""
-    LEASED = "leased"
-    """Prefill side: computed; blocks are kept for a decode worker."""
-    FINISHED = "finished"
 
 
 @dataclass(slots=True, eq=False)
@@ -65,7 +51,7 @@ class Sequence:
     num_preemptions: int = 0
     admitted_s: float | None = None
     """When it last left the waiting queue."""
-    finish_reason: str | None = None
+    finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
 
     @property

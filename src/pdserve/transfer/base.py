@@ -4,8 +4,7 @@ The interface speaks of block ids, never of addresses. Only readers write, and o
 All methods but `expect` and `forget` (any thread, never block) may block for as long as a copy takes: they belong
 in the transfer thread (`transfer/pulls/puller.py`), never on an event loop or in the engine's step.
 
-Reasons of failures are a closed set: lookup | connect | post | copy | verify | notify | timeout | aborted |
-generation | geometry | disconnected | nonce.
+Reasons of failures are a closed set: `reasons.TransferReason`.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 import torch
 
+from pdserve.reasons import TransferReason
 from pdserve.registration import WorkerRef
 
 
@@ -54,7 +54,8 @@ class PullResult(NamedTuple):
 
     handle: int
     state: PullState
-    reason: str = ""
+    reason: TransferReason | None = None
+    """Of a failure; None otherwise."""
     """Of a failure."""
     is_terminal: bool = True
     """Whether the backend can prove that no byte of the local blocks will change any more."""

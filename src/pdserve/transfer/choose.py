@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from pdserve.errors import TransferError
+from pdserve.reasons import TransferReason
 from pdserve.transfer.base import Descriptor, Transport
 from pdserve.transfer.nixl.cma import can_read
 from pdserve.transfer.nixl.payload import NixlPayload, decode_payload
@@ -64,7 +65,7 @@ def usable_transports(
     if setting != "tcp":
         try:
             if sys.platform != "linux":
-                raise TransferError("lookup", f"NIXL exists for Linux, this is {sys.platform}")
+                raise TransferError(TransferReason.LOOKUP, f"NIXL exists for Linux, this is {sys.platform}")
             transports.append(
                 make_nixl(
                     host=advertise_host or host,
@@ -107,7 +108,7 @@ def choose_backend(
     both = set(ours) & set(theirs) & ({"nixl", "tcp"} if setting == "auto" else {setting})
     if not both:
         raise TransferError(
-            "lookup",
+            TransferReason.LOOKUP,
             f"no common transport: TRANSPORT={setting}, {sorted(ours)} here, {sorted(theirs)} there; "
             "TRANSPORT=auto or tcp on both sides works everywhere",
         )

@@ -13,6 +13,7 @@ import msgspec
 
 from pdserve.errors import IncompatibleError, TransferError
 from pdserve.models.identity import signature_difference
+from pdserve.reasons import TransferReason
 from pdserve.transfer.base import Descriptor
 
 CHECKSUM_BYTES = 16
@@ -50,11 +51,13 @@ def decode_descriptor(payload: bytes) -> Descriptor:
         TransferError: reason lookup: truncated, damaged, or not a descriptor.
     """
     if len(payload) > MAX_DESCRIPTOR_BYTES:
-        raise TransferError("lookup", f"a transport descriptor of {len(payload)} bytes is too long")
+        raise TransferError(TransferReason.LOOKUP, f"a transport descriptor of {len(payload)} bytes is too long")
     try:
         descriptor = _decoder.decode(payload)
     except msgspec.MsgspecError as error:
-        raise TransferError("lookup", f"unreadable transport descriptor of {len(payload)} bytes: {error}") from error
+        raise TransferError(
+            TransferReason.LOOKUP, f"unreadable transport descriptor of {len(payload)} bytes: {error}"
+        ) from error
     check_intact(descriptor)
     return descriptor
 
@@ -67,7 +70,8 @@ def check_intact(descriptor: Descriptor) -> None:
     """
     if not is_intact(descriptor):
         raise TransferError(
-            "lookup", f"the transport descriptor of {descriptor.peer} is damaged: its checksum does not match"
+            TransferReason.LOOKUP,
+            f"the transport descriptor of {descriptor.peer} is damaged: its checksum does not match",
         )
 
 

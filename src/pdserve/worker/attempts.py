@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from pdserve.engine.engine import StepOutput
-from pdserve.engine.sequence import Sequence, SequenceState
+from pdserve.engine.sequence import Sequence
 from pdserve.messages import (
     AttemptKey,
     Failed,
@@ -28,6 +28,7 @@ from pdserve.messages import (
     TokenBatch,
     TokenLogprobs,
 )
+from pdserve.reasons import FailReason, FinishReason, SequenceState
 from pdserve.worker.jobs import Refusal
 
 Send = Callable[[str, Message], None]
@@ -223,7 +224,7 @@ class Attempts:
         held = (*self._active.values(), *self._ended.values())
         self.publish(attempt for attempt in held if attempt.has_unsent)
 
-    def finish(self, attempt: Attempt, finish_reason: str, stop_token_id: int | None) -> None:
+    def finish(self, attempt: Attempt, finish_reason: FinishReason, stop_token_id: int | None) -> None:
         """Note that the sequence is complete; `publish` says so."""
         worker_id, generation = self._identity()
         attempt.finished = Finished(
@@ -236,7 +237,14 @@ class Attempts:
         )
 
     def fail(
-        self, key: AttemptKey, gateway_id: str, reason: str, *, retryable: bool, detail: str = "", in_step: bool = False
+        self,
+        key: AttemptKey,
+        gateway_id: str,
+        reason: FailReason,
+        *,
+        retryable: bool,
+        detail: str = "",
+        in_step: bool = False,
     ) -> None:
         """Tell the gateway that this attempt ended here without finishing."""
         worker_id, generation = self._identity()
@@ -284,8 +292,4 @@ class Attempts:
 
 def _roster_item(attempt: Attempt) -> RosterItem:
     state = attempt.sequence.state if attempt.finished is None else SequenceState.FINISHED
-    if attempt.ended_s is None and attempt.sequence.num_preemptions and state is SequenceState.WAITING:
-        label = "preempted"
-    else:
-        label = state.value
-    return RosterItem(**attempt.key._asdict(), state=label, next_index=attempt.next_index)
+    return RosterItem(**attempt.key._asdict(), state=state, next_index=attempt.next_index)

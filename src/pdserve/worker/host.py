@@ -22,6 +22,7 @@ from pdserve.bus.bus import Bus
 from pdserve.bus.registry import Registry, RegistryView
 from pdserve.errors import BusError
 from pdserve.log import get_logger
+from pdserve.reasons import FailReason
 from pdserve.registration import WorkerRegistration, WorkerState
 from pdserve.worker.identity import Identity
 from pdserve.worker.inbox import Inbox
@@ -120,7 +121,7 @@ class WorkerHost:
             logger.warning("drain time is over: handing %d attempts back", self._policy.num_held)
         try:
             async with asyncio.timeout(_ABANDON_S):
-                await self._policy.abandon("draining")
+                await self._policy.abandon(FailReason.DRAINING)
         except TimeoutError:
             logger.error("a step hangs: leaving without its end")
         try:
@@ -199,7 +200,7 @@ class WorkerHost:
 
     async def _become_new(self, why: str) -> None:
         logger.warning("worker %s starts a new generation: %s", self._identity.worker_id, why)
-        await self._policy.abandon("restarting")
+        await self._policy.abandon(FailReason.RESTARTING)
         self._inbox.close()
         self._identity.renew()
         await self._policy.reconnect()

@@ -6,13 +6,14 @@ from dataclasses import dataclass
 
 from pdserve.engine.sequence import Sequence
 from pdserve.messages import DecodeJob, PrefillJob
+from pdserve.reasons import FailReason
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
     """Why a job is not taken; goes into Failed."""
 
-    reason: str
+    reason: FailReason
     detail: str
     retryable: bool = True
 
@@ -20,15 +21,15 @@ class Refusal:
 def refusal_of(job: PrefillJob | DecodeJob, *, fingerprint: str, is_draining: bool, vocab_size: int) -> Refusal | None:
     """Why this worker must not take this job, or None."""
     if is_draining:
-        return Refusal("draining", "this worker is draining")
+        return Refusal(FailReason.DRAINING, "this worker is draining")
     if job.fingerprint != fingerprint:
-        return Refusal("fingerprint", f"job is for model {job.fingerprint}, this worker serves {fingerprint}")
+        return Refusal(FailReason.FINGERPRINT, f"job is for model {job.fingerprint}, this worker serves {fingerprint}")
     if job.remaining_s <= 0:
-        return Refusal("deadline", "the deadline had passed on arrival", retryable=False)
+        return Refusal(FailReason.DEADLINE, "the deadline had passed on arrival", retryable=False)
     if not job.prompt_token_ids or not 0 < job.num_original_prompt_tokens <= len(job.prompt_token_ids):
-        return Refusal("schema", "prompt is empty or its border lies outside", retryable=False)
+        return Refusal(FailReason.SCHEMA, "prompt is empty or its border lies outside", retryable=False)
     if min(job.prompt_token_ids) < 0 or max(job.prompt_token_ids) >= vocab_size:
-        return Refusal("schema", f"token ids must lie in [0, {vocab_size})", retryable=False)
+        return Refusal(FailReason.SCHEMA, f"token ids must lie in [0, {vocab_size})", retryable=False)
     return None
 
 

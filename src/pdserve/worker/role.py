@@ -11,6 +11,7 @@ from typing import Protocol
 from pdserve.engine.engine import StepOutput
 from pdserve.engine.sequence import Sequence
 from pdserve.messages import AnyMessage
+from pdserve.reasons import FailReason
 from pdserve.registration import Role, WorkerLoad
 from pdserve.worker.attempts import Attempts
 from pdserve.worker.engine_thread import StepFailure
@@ -55,7 +56,7 @@ class Policy(Protocol):
         """Attempts and leases that a drain waits for."""
         ...
 
-    async def abandon(self, reason: str) -> None:
+    async def abandon(self, reason: FailReason) -> None:
         """Give everything up: abort all attempts, tell their gateways, end all hand-offs."""
         ...
 

@@ -16,6 +16,7 @@ import torch
 
 from pdserve.errors import TransferError
 from pdserve.log import get_logger
+from pdserve.reasons import TransferReason
 from pdserve.registration import WorkerRef, WorkerRegistration
 from pdserve.transfer.base import Descriptor, Transport
 from pdserve.transfer.choose import choose_backend
@@ -127,7 +128,7 @@ class WorkerTransports:
             TransferError: there is no common transport, or a descriptor is damaged.
         """
         if self._options.faults is not None and self._options.faults.should_fail("lookup"):
-            raise TransferError("lookup", "a test hook made it fail")
+            raise TransferError(TransferReason.LOOKUP, "a test hook made it fail")
         return self._choose(registration)
 
     def _choose(self, registration: WorkerRegistration) -> Descriptor:

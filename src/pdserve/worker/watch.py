@@ -6,11 +6,19 @@ from pdserve.engine.engine import Engine, StepOutput
 from pdserve.engine.kv.block_pool import LedgerReport
 from pdserve.metrics import labels
 from pdserve.metrics.worker import WorkerMetrics
+from pdserve.reasons import KvFailReason, TransferReason
 from pdserve.registration import WorkerLoad
 from pdserve.transfer.pulls.pull import PullOutcome
 from pdserve.worker.rates import StepRates
 
-_TRANSFER_RESULTS = {"": "ok", "timeout": "timeout", "aborted": "aborted", "verify": "mismatch", "geometry": "rejected"}
+_TRANSFER_RESULTS: dict[TransferReason | None, str] = {
+    None: "ok",
+    TransferReason.TIMEOUT: "timeout",
+    TransferReason.ABORTED: "aborted",
+    TransferReason.VERIFY: "mismatch",
+    TransferReason.GEOMETRY: "rejected",
+}
+"""Outcomes of READs as the metric names them; all others are "failed"."""
 
 
 class WorkerWatch:
@@ -31,7 +39,7 @@ class WorkerWatch:
         """unknown | cancelled | finished | stale | nonce | generation."""
         self._metrics.late_messages_dropped.labels(reason).inc()
 
-    def hand_off_rejected(self, reason: str) -> None:
+    def hand_off_rejected(self, reason: KvFailReason) -> None:
         """A decode worker's wish was refused."""
         self._metrics.handoff_rejected.labels(labels.within(reason, labels.HANDOFF_REJECTIONS, "unknown")).inc()
 

@@ -10,8 +10,8 @@ from engine_oracle import make_sequence
 from timed_executor import Clock, Cost, TimedExecutor
 
 from pdserve.engine.scheduling.step_targets import StepTargets
-from pdserve.engine.sequence import SequenceState
 from pdserve.errors import NoCapacityError
+from pdserve.reasons import SequenceState
 from pdserve.worker.load import warm_up
 
 

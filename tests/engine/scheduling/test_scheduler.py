@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from pdserve.engine.executors.fake import FakeExecutor, FakeOptions, hash_token
 from pdserve.engine.kv.block_pool import BlockPool
-from pdserve.engine.sequence import SequenceState
 from pdserve.errors import SettingError
+from pdserve.reasons import SequenceState
 
 VOCAB, EOS, BLOCK_SIZE = 997, frozenset({1}), 4
 

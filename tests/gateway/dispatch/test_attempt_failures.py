@@ -179,9 +179,9 @@ def test_failures_in_the_running_step_count_like_deaths() -> None:
     assert of(b.failed("step_failed", worker=P, in_step=True), Fail)
 
 
-def test_a_death_while_preempted_or_waiting_is_not_in_the_running_step() -> None:
+def test_a_death_while_waiting_is_not_in_the_running_step() -> None:
     b = Bench().until_decoding()
-    b.at(1.0).roster(D, "preempted", 2)
+    b.at(1.0).roster(D, "waiting", 2)
     b.gone(D)
     b.dispatch(P)
     b.gone(P)

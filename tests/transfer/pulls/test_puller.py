@@ -11,6 +11,7 @@ import torch
 
 from pdserve.errors import TransferError
 from pdserve.faults import Faults
+from pdserve.reasons import TransferReason
 from pdserve.registration import WorkerRef
 from pdserve.transfer.digest import block_digests
 from pdserve.transfer.nixl.transport import NixlTransport
@@ -133,7 +134,7 @@ def test_small_requests_take_turns_over_the_threads(pulling, peer, backend, thre
 
 def test_one_thread_is_enough_where_a_second_reader_does_not_start(local, peer, monkeypatch, caplog):
     def refuse():
-        raise TransferError("lookup", "no more file descriptors")
+        raise TransferError(TransferReason.LOOKUP, "no more file descriptors")
 
     monkeypatch.setattr(local.transport, "another_reader", refuse)
     pulling = Pulling(local, max_read_bytes=2 * BLOCK_BYTES)
@@ -203,7 +204,7 @@ def test_blocks_that_the_peer_has_reused_are_found(pulling, spawn_peer):
     digests = block_digests(peer.blocks, [3, 4])
     peer.command("fill", 4, 17)
     outcome = pulling.pull(peer, [3, 4], [3, 4], digests=digests)
-    assert outcome.reason == "verify"
+    assert outcome.reason == TransferReason.VERIFY
     assert peer.descriptor.peer in pulling.puller.failed_peers()
 
 
@@ -308,7 +309,7 @@ def test_peer_that_freezes_later_times_out_and_its_blocks_become_terminal_when_i
     outcomes = {outcome.ticket: outcome for outcome in (pulling.end(), pulling.end())}
     assert outcomes[healthy].ok
     outcome = outcomes[stuck]
-    assert outcome.ok or outcome.reason == "timeout"
+    assert outcome.ok or outcome.reason == TransferReason.TIMEOUT
     frozen.thaw()
     if not outcome.is_terminal:
         assert pulling.terminals.get(timeout=5).ticket == outcome.ticket
@@ -344,7 +345,7 @@ def test_disconnecting_a_peer_ends_its_requests(pulling, peer, spawn_peer):
 def test_incompatible_peer_is_refused_alone(pulling, peer, spawn_peer):
     other = spawn_peer(kv_signature="model=other").expect_all()
     outcome = pulling.pull(other, [1], [1])
-    assert outcome.reason == "geometry"
+    assert outcome.reason == TransferReason.GEOMETRY
     assert "model: tiny here, other there" in outcome.detail
     assert pulling.pull(peer, [1], [1]).ok
 
@@ -353,7 +354,7 @@ def test_backend_that_is_not_here_is_refused(pulling, peer, backend):
     foreign = msgspec.structs.replace(peer.descriptor, backend="carrier-pigeon")
     request = PullRequest(foreign, NONCE, [1], [1], [], time.monotonic() + 5, pulling.ends.put)
     pulling.puller.submit(request)
-    assert pulling.end().reason == "lookup"
+    assert pulling.end().reason == TransferReason.LOOKUP
 
 
 def test_a_callback_that_raises_harms_nobody(pulling, peer, caplog):

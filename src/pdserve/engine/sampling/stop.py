@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pdserve.engine.sampling.logit_filters import stop_ids
 from pdserve.engine.sequence import Sequence
+from pdserve.reasons import FinishReason
 
 
 def check_stop(sequence: Sequence, eos_token_ids: frozenset[int], max_model_len: int) -> bool:
@@ -14,7 +15,7 @@ def check_stop(sequence: Sequence, eos_token_ids: frozenset[int], max_model_len:
     newest = sequence.output_token_ids[-1]
     num_output_tokens = sequence.next_output_index
     if num_output_tokens > sequence.sampling.min_tokens and newest in stop_ids(sequence, eos_token_ids):
-        sequence.finish_reason, sequence.stop_token_id = "stop", newest
+        sequence.finish_reason, sequence.stop_token_id = FinishReason.STOP, newest
     elif num_output_tokens >= sequence.sampling.max_tokens or sequence.num_tokens >= max_model_len:
-        sequence.finish_reason = "length"
+        sequence.finish_reason = FinishReason.LENGTH
     return sequence.finish_reason is not None

@@ -30,8 +30,9 @@ from pdserve.engine.scheduling.fairness import (
 from pdserve.engine.scheduling.sharing import StepBudget, share_budget, share_or_sit_out
 from pdserve.engine.scheduling.step_targets import StepTargets, prompt_budget
 from pdserve.engine.scheduling.step_time import PromptTime, StepTime, StepWork, num_pairs
-from pdserve.engine.sequence import Sequence, SequenceState
+from pdserve.engine.sequence import Sequence
 from pdserve.errors import NoCapacityError, SettingError
+from pdserve.reasons import SequenceState
 
 NO_TARGETS, UNKNOWN_TIME = StepTargets(), StepTime()
 UNIT_TIME = PromptTime(0.0, 1.0, 0.0)

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from pdserve.errors import TransferError
+from pdserve.reasons import TransferReason
 
 Region = tuple[int, int, int]
 """Address, length in bytes, device id."""
@@ -52,7 +53,9 @@ def _import_nixl() -> Any:
         logger.propagate = True
         logger.setLevel(max(logger.level, logging.WARNING))
         return nixl
-    raise TransferError("lookup", f"NIXL cannot be imported ({text}); it exists for Linux: pip install nixl==1.5.1")
+    raise TransferError(
+        TransferReason.LOOKUP, f"NIXL cannot be imported ({text}); it exists for Linux: pip install nixl==1.5.1"
+    )
 
 
 class NixlAgent:
@@ -72,14 +75,14 @@ class NixlAgent:
         # The list of plugins names files; only creating the backend tells whether it works.
         _, failure = _attempt(self._agent.create_backend, "UCX", {"ucx_error_handling_mode": "peer"})
         if failure:
-            raise TransferError("lookup", f"NIXL's UCX backend does not start here: {failure}")
+            raise TransferError(TransferReason.LOOKUP, f"NIXL's UCX backend does not start here: {failure}")
 
     def register(self, regions: list[Region], memory: str) -> None:
         """Make memory usable in READs."""
         rows = [(address, num_bytes, device_id, "") for address, num_bytes, device_id in regions]
         _, failure = _attempt(self._agent.register_memory, rows, memory)
         if failure:
-            raise TransferError("lookup", f"NIXL cannot register {memory} memory: {failure}")
+            raise TransferError(TransferReason.LOOKUP, f"NIXL cannot register {memory} memory: {failure}")
 
     def metadata(self) -> bytes:
         """For peers: how to reach this agent and its registered memory."""
@@ -95,7 +98,7 @@ class NixlAgent:
         if not failure:
             _, failure = _attempt(self._agent.make_connection, expected_name)
         if failure:
-            raise TransferError("connect", f"NIXL cannot connect to {expected_name}: {failure}")
+            raise TransferError(TransferReason.CONNECT, f"NIXL cannot connect to {expected_name}: {failure}")
 
     def remove_peer(self, name: str) -> None:
         """Forget a peer. No fence: its READs must have ended before."""
@@ -108,7 +111,9 @@ class NixlAgent:
         rows = np.array(regions, dtype=np.uint64).reshape(-1, 3)
         handle, failure = _attempt(self._agent.prep_xfer_dlist, peer_name, rows, memory)
         if failure:
-            raise TransferError("connect", f"NIXL refuses the memory of {peer_name or 'this worker'}: {failure}")
+            raise TransferError(
+                TransferReason.CONNECT, f"NIXL refuses the memory of {peer_name or 'this worker'}: {failure}"
+            )
         return self._keep(handle)
 
     def post_read(self, local: int, local_ids: list[int], remote: int, remote_ids: list[int]) -> tuple[int, bool]:
@@ -126,7 +131,7 @@ class NixlAgent:
         if not failure:
             state, failure = _attempt(self._agent.transfer, handle)
         if failure:
-            raise TransferError("post", f"NIXL cannot start a READ: {failure}")
+            raise TransferError(TransferReason.POST, f"NIXL cannot start a READ: {failure}")
         return self._keep(handle), state == "DONE"
 
     def has_ended(self, read: int) -> tuple[bool, str]:

@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 
 from pdserve.errors import TransferError
+from pdserve.reasons import TransferReason
 from pdserve.transfer.base import Descriptor
 
 
@@ -48,7 +49,9 @@ def decode_payload(descriptor: Descriptor) -> NixlPayload:
     try:
         return _decoder.decode(descriptor.payload)
     except msgspec.MsgspecError as error:
-        raise TransferError("lookup", f"the NIXL descriptor of {descriptor.peer} is unreadable: {error}") from error
+        raise TransferError(
+            TransferReason.LOOKUP, f"the NIXL descriptor of {descriptor.peer} is unreadable: {error}"
+        ) from error
 
 
 def node_id() -> str:

@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from pdserve.errors import TransferError
+from pdserve.reasons import TransferReason
 from pdserve.registration import WorkerRef
 from pdserve.transfer.base import Descriptor, PullResult, PullState, Transport, wait_connected
 from pdserve.transfer.descriptor import check_compatible, check_intact, seal
@@ -55,7 +56,7 @@ class _Read:
     peer: _Peer
     num_bytes: int
     deadline_s: float
-    given_up: str = ""
+    given_up: TransferReason | None = None
     """Why nobody waits for it any more; it is watched until it ended all the same."""
 
 
@@ -137,14 +138,16 @@ class NixlTransport:
             self.disconnect(peer)
         self._remove_ended()
         if any(peer.payload.agent_name == payload.agent_name for peer in self._leaving):
-            raise TransferError("connect", f"earlier READs from {descriptor.peer} have not ended yet; try again later")
+            raise TransferError(
+                TransferReason.CONNECT, f"earlier READs from {descriptor.peer} have not ended yet; try again later"
+            )
         self._peers[descriptor.peer] = self._add(descriptor, payload)
 
     def is_connected(self, peer: WorkerRef) -> bool:
         """See `Transport.is_connected`."""
         known = self._peers.get(peer)
         if known is None:
-            raise TransferError("connect", f"{peer} is not connected")
+            raise TransferError(TransferReason.CONNECT, f"{peer} is not connected")
         if known.failure is not None:
             raise TransferError(known.failure.reason, str(known.failure))
         if known.wire_up is None:
@@ -152,7 +155,7 @@ class NixlTransport:
         if self._watch_wire_up(known):
             return self.is_connected(peer)
         if self._clock() >= known.deadline_s:
-            raise TransferError("connect", f"{peer} did not answer within {self._connect_timeout_s} s")
+            raise TransferError(TransferReason.CONNECT, f"{peer} did not answer within {self._connect_timeout_s} s")
         return False
 
     def connect(self, descriptor: Descriptor) -> None:
@@ -163,14 +166,18 @@ class NixlTransport:
         """See `Transport.pull`."""
         assert len(remote_ids) == len(local_ids) > 0, (remote_ids, local_ids)
         if not self.is_connected(peer):
-            raise TransferError("connect", f"{peer} has not answered yet")
+            raise TransferError(TransferReason.CONNECT, f"{peer} has not answered yet")
         known = self._peers[peer]
         if min(remote_ids) < 0 or max(remote_ids) >= known.descriptor.num_blocks:
-            raise TransferError("geometry", f"{peer} has {known.descriptor.num_blocks} blocks, wanted {remote_ids}")
+            raise TransferError(
+                TransferReason.GEOMETRY, f"{peer} has {known.descriptor.num_blocks} blocks, wanted {remote_ids}"
+            )
         try:
             native, has_ended = self._native.post_read(self._local_blocks, local_ids, known.blocks, remote_ids)
         except TransferError as error:
-            known.failure = TransferError("connect", f"the connection to {peer} is broken ({error}); connect again")
+            known.failure = TransferError(
+                TransferReason.CONNECT, f"the connection to {peer} is broken ({error}); connect again"
+            )
             raise
         handle, num_bytes = next(self._handles), len(local_ids) * self._own.block_bytes
         if has_ended:
@@ -199,7 +206,7 @@ class NixlTransport:
         if has_ended:
             self._drop(read)
             return True
-        read.given_up = read.given_up or "aborted"
+        read.given_up = read.given_up or TransferReason.ABORTED
         return False
 
     def disconnect(self, peer: WorkerRef) -> None:
@@ -209,7 +216,7 @@ class NixlTransport:
             return
         for read in self._reads.values():
             if read.peer is known and not read.given_up:
-                self._give_up(read, "disconnected")
+                self._give_up(read, TransferReason.DISCONNECTED)
         self._leaving.append(known)
 
     def recreate(self) -> Descriptor:
@@ -234,7 +241,7 @@ class NixlTransport:
     @property
     def _native(self) -> NixlAgent:
         if self._agent is None:
-            raise TransferError("connect", "this worker has no NIXL agent: it could not be recreated")
+            raise TransferError(TransferReason.CONNECT, "this worker has no NIXL agent: it could not be recreated")
         return self._agent
 
     def _forget_all(self) -> None:
@@ -287,7 +294,9 @@ class NixlTransport:
     def _add(self, descriptor: Descriptor, payload: NixlPayload) -> _Peer:
         """Load a peer and post its wire-up READ: the first READ from a peer is slow, and this one proves the way."""
         if not self._free_slots:
-            raise TransferError("connect", f"{_NUM_SCRATCH_SLOTS} peers are connected; disconnect some first")
+            raise TransferError(
+                TransferReason.CONNECT, f"{_NUM_SCRATCH_SLOTS} peers are connected; disconnect some first"
+            )
         agent = self._native
         agent.add_peer(payload.metadata, payload.agent_name)
         try:
@@ -316,7 +325,7 @@ class NixlTransport:
         if not failure and self._scratch[peer.slot].tobytes() != peer.payload.token:
             failure = "the wire-up READ found another process's memory"
         if failure:
-            peer.failure = TransferError("connect", f"cannot READ from {peer.descriptor.peer}: {failure}")
+            peer.failure = TransferError(TransferReason.CONNECT, f"cannot READ from {peer.descriptor.peer}: {failure}")
         return True
 
     def _watch(self, read: _Read) -> None:
@@ -326,25 +335,33 @@ class NixlTransport:
             self._drop(read)
             self._report_end(read, failure)
         elif not read.given_up and self._clock() >= read.deadline_s:
-            self._give_up(read, "timeout")
+            self._give_up(read, TransferReason.TIMEOUT)
 
-    def _give_up(self, read: _Read, reason: str) -> None:
+    def _give_up(self, read: _Read, reason: TransferReason) -> None:
         read.given_up = reason
         self._report(read, PullState.FAILED, reason, is_terminal=False)
 
     def _report_end(self, read: _Read, failure: str) -> None:
         if failure:
             peer = read.peer.descriptor.peer
-            read.peer.failure = TransferError("connect", f"a READ from {peer} failed ({failure}); connect again")
+            read.peer.failure = TransferError(
+                TransferReason.CONNECT, f"a READ from {peer} failed ({failure}); connect again"
+            )
         if read.given_up:
             self._report(read, PullState.FAILED, read.given_up)
         elif failure:
-            self._report(read, PullState.FAILED, "copy", detail=failure)
+            self._report(read, PullState.FAILED, TransferReason.COPY, detail=failure)
         else:
             self._report(read, PullState.DONE)
 
     def _report(
-        self, read: _Read, state: PullState, reason: str = "", *, is_terminal: bool = True, detail: str = ""
+        self,
+        read: _Read,
+        state: PullState,
+        reason: TransferReason | None = None,
+        *,
+        is_terminal: bool = True,
+        detail: str = "",
     ) -> None:
         self._results.append(PullResult(read.handle, state, reason, is_terminal, read.num_bytes, detail))
 

@@ -6,9 +6,16 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from pdserve.reasons import TransferReason
 from pdserve.registration import WorkerRef
 
-_PEER_REASONS = frozenset({"connect", "post", "copy", "verify", "notify", "timeout", "generation", "disconnected"})
+_PEER_REASONS = frozenset(TransferReason) - {
+    TransferReason.LOOKUP,
+    TransferReason.ABORTED,
+    TransferReason.GEOMETRY,
+    TransferReason.NONCE,
+    TransferReason.OTHER,
+}
 """Failures that say something about the way to a peer."""
 
 
@@ -17,7 +24,7 @@ class FailureMark:
     """A peer's failures since its last success."""
 
     num_failures: int
-    reason: str
+    reason: TransferReason
     """Of the last one."""
     at_s: float
 
@@ -38,7 +45,7 @@ class PeerFailures:
             self._marks.pop(peer, None)
             self.num_in_a_row = 0
 
-    def note_failure(self, peer: WorkerRef, reason: str) -> None:
+    def note_failure(self, peer: WorkerRef, reason: TransferReason) -> None:
         """A transfer failed; reasons that lie elsewhere (aborted, geometry, …) leave no mark."""
         if reason not in _PEER_REASONS:
             return

@@ -11,6 +11,7 @@ from typing import Protocol
 
 import msgspec
 
+from pdserve.reasons import TransferReason
 from pdserve.registration import WorkerRef
 from pdserve.transfer.base import Descriptor
 
@@ -44,7 +45,7 @@ class PullOutcome:
     ticket: int
     """What `Puller.submit` returned."""
     ok: bool
-    reason: str = ""
+    reason: TransferReason | None = None
     """One of the closed set in `base.py`; "" if `ok`."""
     detail: str = ""
     """For the log."""

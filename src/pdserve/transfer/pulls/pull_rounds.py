@@ -17,6 +17,7 @@ from functools import partial
 import torch
 
 from pdserve.errors import TransferError
+from pdserve.reasons import TransferReason
 from pdserve.registration import WorkerRef
 from pdserve.transfer.base import Descriptor, PullResult, PullState, Transport
 from pdserve.transfer.digest import wrong_block_counter
@@ -117,7 +118,9 @@ class PullRounds:
         pull = ActivePull(ticket, request, peer, now_s, not_before_s, reads, on_end, on_terminal)
         self._pulls[ticket] = pull
         if request.descriptor.backend not in self._transports:
-            self._fail(pull, "lookup", f"backend {request.descriptor.backend} is not usable on this worker")
+            self._fail(
+                pull, TransferReason.LOOKUP, f"backend {request.descriptor.backend} is not usable on this worker"
+            )
 
     def prepare(self, descriptor: Descriptor) -> None:
         """Connect to a peer before a request needs it. A failure costs nothing: the request tries again."""
@@ -154,13 +157,13 @@ class PullRounds:
             self._fail(pull, error.reason, str(error))
         except Exception as error:
             _log.exception("transport %s failed", pull.request.descriptor.backend)
-            self._fail(pull, "post", f"{type(error).__name__}: {error}")
+            self._fail(pull, TransferReason.POST, f"{type(error).__name__}: {error}")
         return num_posted
 
     def _connect_and_post(self, pull: ActivePull) -> int:
         now_s, request = self._clock(), pull.request
         if now_s >= request.deadline_s:
-            raise TransferError("timeout", "the time for this READ is over")
+            raise TransferError(TransferReason.TIMEOUT, "the time for this READ is over")
         if now_s < pull.not_before_s or not pull.waiting:
             return 0
         name = request.descriptor.backend
@@ -168,7 +171,7 @@ class PullRounds:
             return 0
         transport = self._transports[name]
         if not pull.is_connecting:
-            self._maybe_fail("connect")
+            self._maybe_fail(TransferReason.CONNECT)
             transport.start_connect(request.descriptor)
             pull.is_connecting = True
         if not transport.is_connected(pull.peer):
@@ -187,7 +190,7 @@ class PullRounds:
                 indices = pull.waiting.popleft()
             except IndexError:  # another thread took the last one
                 break
-            self._maybe_fail("post")
+            self._maybe_fail(TransferReason.POST)
             remote_ids, local_ids = request.remote_ids[indices.start : indices.stop], _local_ids(request, indices)
             handle = transport.pull(pull.peer, request.nonce, remote_ids, local_ids, request.deadline_s)
             pull.in_flight[handle] = indices
@@ -223,7 +226,7 @@ class PullRounds:
         if result.state is PullState.FAILED:
             if not result.is_terminal:
                 quarantine.add(result.handle, pull, len(indices))
-            self._fail(pull, result.reason, result.detail)
+            self._fail(pull, result.reason or TransferReason.OTHER, result.detail)
             return
         self._settle(pull, lambda: self._verify(pull, indices))
 
@@ -235,7 +238,7 @@ class PullRounds:
             self._fail(pull, error.reason, str(error))
         except Exception as error:
             _log.exception("blocks cannot be verified")
-            self._fail(pull, "verify", f"{type(error).__name__}: {error}")
+            self._fail(pull, TransferReason.VERIFY, f"{type(error).__name__}: {error}")
 
     def _pull_of(self, name: str, handle: int) -> ActivePull | None:
         for pull in self._pulls.values():
@@ -250,11 +253,11 @@ class PullRounds:
             TransferError: reason verify: they differ.
             Exception: they cannot be compared.
         """
-        self._maybe_fail("copy")
+        self._maybe_fail(TransferReason.COPY)
         local_ids = _local_ids(pull.request, indices)
         if self._faults and self._faults.take("corrupt_block"):
             bytes_view(self._kv_cache)[local_ids[0], 0] ^= 1
-        self._maybe_fail("verify")
+        self._maybe_fail(TransferReason.VERIFY)
         announced = pull.request.digests[indices.start : indices.stop]
         if not announced:
             self._accept(pull, indices, 0)
@@ -280,11 +283,11 @@ class PullRounds:
         """Blocks were compared; the last ones end the request."""
         if num_wrong:
             found = f"{num_wrong} of {len(indices)} blocks differ from what {pull.peer} announced"
-            raise TransferError("verify", found)
+            raise TransferError(TransferReason.VERIFY, found)
         pull.num_bytes += len(indices) * self._block_bytes
         self._end_if_done(pull)
 
-    def _maybe_fail(self, stage: str) -> None:
+    def _maybe_fail(self, stage: TransferReason) -> None:
         if self._faults and self._faults.should_fail(stage):
             raise TransferError(stage, "a test hook made it fail")
 
@@ -293,12 +296,12 @@ class PullRounds:
     def _end_if_done(self, pull: ActivePull) -> None:
         if pull.outcome is not None or not pull.is_done:
             return
-        if self._faults and self._faults.should_fail("notify"):
-            self._fail(pull, "notify", "a test hook made it fail")
+        if self._faults and self._faults.should_fail(TransferReason.NOTIFY):
+            self._fail(pull, TransferReason.NOTIFY, "a test hook made it fail")
         else:
-            self._report_end(pull, "", "")
+            self._report_end(pull, None, "")
 
-    def _fail(self, pull: ActivePull, reason: str, detail: str) -> None:
+    def _fail(self, pull: ActivePull, reason: TransferReason, detail: str) -> None:
         """End a request. Its READs on their way are given up, and quarantined where that is no fence."""
         name = pull.request.descriptor.backend
         for handle, indices in pull.in_flight.items():
@@ -312,9 +315,9 @@ class PullRounds:
         """End a request with reason aborted; one that has ended: nothing."""
         pull = self._pulls.get(ticket)
         if pull is not None:
-            self._fail(pull, "aborted", "")
+            self._fail(pull, TransferReason.ABORTED, "")
 
-    def _report_end(self, pull: ActivePull, reason: str, detail: str) -> None:
+    def _report_end(self, pull: ActivePull, reason: TransferReason | None, detail: str) -> None:
         del self._pulls[pull.ticket]
         started_s = pull.submitted_s if pull.first_read_s is None else pull.first_read_s
         pull.outcome = PullOutcome(
@@ -336,7 +339,7 @@ class PullRounds:
         """Drop a peer; requests to it end with reason disconnected."""
         for pull in list(self._pulls.values()):
             if pull.peer == peer:
-                self._fail(pull, "disconnected", f"{peer} was dropped")
+                self._fail(pull, TransferReason.DISCONNECTED, f"{peer} was dropped")
         for transport in self._transports.values():
             transport.disconnect(peer)
 
@@ -379,7 +382,7 @@ class PullRounds:
         """Fail what was not begun, and let READs on their way end: a reader that just goes may harm its peer."""
         for pull in list(self._pulls.values()):
             if not pull.in_flight and not pull.verifying:
-                self._fail(pull, "aborted", "this worker stops")
+                self._fail(pull, TransferReason.ABORTED, "this worker stops")
         until_s = self._clock() + self._drain_s
         while any(p.in_flight or p.verifying for p in self._pulls.values()) and self._clock() < until_s:
             self._collect()
@@ -389,7 +392,7 @@ class PullRounds:
     def tear_down(self) -> None:
         """End everything and close the transports: a fence."""
         for pull in list(self._pulls.values()):
-            self._fail(pull, "aborted", "this worker stops")
+            self._fail(pull, TransferReason.ABORTED, "this worker stops")
         for name, transport in self._transports.items():
             transport.close()
             for pull in self._quarantines[name].remove_all():

@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from pdserve.errors import TransferError
+from pdserve.reasons import TransferReason
 from pdserve.registration import WorkerRef
 from pdserve.transfer.base import Descriptor, Transport
 from pdserve.transfer.memory import bytes_view
@@ -188,7 +189,7 @@ class Puller:
 
     def _refuse_if_closing(self) -> None:
         if self._is_closing:
-            raise TransferError("aborted", "the transfer threads are closed")
+            raise TransferError(TransferReason.ABORTED, "the transfer threads are closed")
 
     def _tell_all(self, command: Callable[[PullRounds], None]) -> None:
         for thread in self._threads:
@@ -200,7 +201,7 @@ class Puller:
         self._tell_all(lambda rounds: rounds.abort(ticket))
 
     def _note_end(self, request: PullRequest, outcome: PullOutcome) -> None:
-        if outcome.ok:
+        if outcome.reason is None:
             self._failures.note_success(request.descriptor.peer)
         else:
             self._failures.note_failure(request.descriptor.peer, outcome.reason)

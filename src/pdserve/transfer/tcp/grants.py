@@ -7,6 +7,8 @@ import hmac
 import secrets
 import threading
 
+from pdserve.reasons import TransferReason
+
 
 class Grants:
     """Nonce → blocks. Nonces are looked up by a keyed hash, so that timing tells nothing about them."""
@@ -29,13 +31,13 @@ class Grants:
         with self._lock:
             self._granted.pop(self._hash(nonce), None)
 
-    def refusal(self, nonce: str, block_ids: list[int]) -> str:
-        """Why a hand-off may not read these blocks; "" = it may."""
+    def refusal(self, nonce: str, block_ids: list[int]) -> TransferReason | None:
+        """Why a hand-off may not read these blocks; None: it may."""
         with self._lock:
             known, allowed = self._granted.get(self._hash(nonce), (b"", set()))
             if not hmac.compare_digest(known, nonce.encode()) or not nonce:
-                return "nonce"
-            return "" if allowed.issuperset(block_ids) else "lookup"
+                return TransferReason.NONCE
+            return None if allowed.issuperset(block_ids) else TransferReason.LOOKUP
 
     def _hash(self, nonce: str) -> bytes:
         return hashlib.blake2b(nonce.encode(), digest_size=16, key=self._key).digest()

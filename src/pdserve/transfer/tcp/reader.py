@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from pdserve.errors import TransferError
+from pdserve.reasons import TransferReason
 from pdserve.transfer.base import Descriptor
 from pdserve.transfer.memory import BlockMemory
 from pdserve.transfer.tcp.wire import (
@@ -41,14 +42,14 @@ class TcpRead:
     remote_ids: list[int]
     local_ids: list[int]
     deadline_s: float
-    given_up: str = ""
+    given_up: TransferReason | None = None
     """Why nobody waits for it any more: its thread writes no further block and reports nothing but this."""
     connection: socket.socket | None = None
     """While its thread may write blocks."""
     lock: threading.Lock = field(default_factory=threading.Lock)
     ended: threading.Event = field(default_factory=threading.Event)
 
-    def give_up(self, reason: str) -> None:
+    def give_up(self, reason: TransferReason) -> None:
         """Stop it: from now on at most the piece that is being received is written, until `ended` is set."""
         with self.lock:
             self.given_up = self.given_up or reason
@@ -60,7 +61,7 @@ class TcpRead:
         """Whether its thread may be writing blocks."""
         return self.connection is not None and not self.ended.is_set()
 
-    def stop(self, reason: str) -> bool:
+    def stop(self, reason: TransferReason) -> bool:
         """Give it up and wait for its thread. Whether it is terminal."""
         self.give_up(reason)
         if self.is_writing:
@@ -180,17 +181,19 @@ class PeerReader:
             answer = receive_frame(connection, Answer)
         except OSError as error:
             if isinstance(error, TimeoutError):
-                raise TransferError("timeout", "no answer to a READ") from error
-            raise BrokenBeforeAnswerError("copy", f"{self.descriptor.peer} hung up: {error}") from error
+                raise TransferError(TransferReason.TIMEOUT, "no answer to a READ") from error
+            raise BrokenBeforeAnswerError(TransferReason.COPY, f"{self.descriptor.peer} hung up: {error}") from error
         _check(answer)
         if answer.num_bytes != len(read.local_ids) * self._memory.block_bytes:
-            raise TransferError("geometry", f"{answer.num_bytes} bytes offered for {len(read.local_ids)} blocks")
+            raise TransferError(
+                TransferReason.GEOMETRY, f"{answer.num_bytes} bytes offered for {len(read.local_ids)} blocks"
+            )
         try:
             for block_id in read.local_ids:
                 self._memory.receive(block_id, lambda view: receive_into(connection, view))
             _check(receive_frame(connection, Answer))
         except OSError as error:
-            reason = "timeout" if isinstance(error, TimeoutError) else "copy"
+            reason = TransferReason.TIMEOUT if isinstance(error, TimeoutError) else TransferReason.COPY
             raise TransferError(reason, f"{self.descriptor.peer}: {error}") from error
 
     def _connect(self) -> socket.socket:
@@ -198,13 +201,15 @@ class PeerReader:
         try:
             connection = socket.create_connection(address, timeout=self._connect_timeout_s)
         except OSError as error:
-            raise TransferError("connect", f"cannot reach {self.descriptor.peer} at {address}: {error}") from error
+            raise TransferError(
+                TransferReason.CONNECT, f"cannot reach {self.descriptor.peer} at {address}: {error}"
+            ) from error
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._greet(connection)
         except OSError as error:
             hang_up(connection)
-            raise TransferError("connect", f"{self.descriptor.peer} did not answer: {error}") from error
+            raise TransferError(TransferReason.CONNECT, f"{self.descriptor.peer} did not answer: {error}") from error
         except TransferError:
             hang_up(connection)
             raise
@@ -223,4 +228,4 @@ class BrokenBeforeAnswerError(TransferError):
 
 def _check(answer: Answer) -> None:
     if answer.reason:
-        raise TransferError(answer.reason, answer.detail)
+        raise TransferError(TransferReason(answer.reason), answer.detail)

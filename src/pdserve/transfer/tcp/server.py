@@ -9,6 +9,7 @@ import threading
 import time
 
 from pdserve.errors import TransferError
+from pdserve.reasons import TransferReason
 from pdserve.registration import WorkerRef
 from pdserve.transfer.memory import BlockMemory
 from pdserve.transfer.tcp.grants import Grants
@@ -57,7 +58,7 @@ class BlockServer:
             self._listener = socket.create_server((host, port), family=family, backlog=128)
         except OSError as error:
             raise TransferError(
-                "lookup", f"cannot listen on TRANSFER_HOST {host}, TRANSFER_PORT {port}: {error}"
+                TransferReason.LOOKUP, f"cannot listen on TRANSFER_HOST {host}, TRANSFER_PORT {port}: {error}"
             ) from error
         self._listener.settimeout(_ACCEPT_POLL_S)
         self.port: int = self._listener.getsockname()[1]
@@ -125,12 +126,13 @@ class BlockServer:
         answer = Answer()
         if hello.version != PROTOCOL_VERSION:
             answer = Answer(
-                reason="geometry", detail=f"protocol version {PROTOCOL_VERSION} here, {hello.version} there"
+                reason=TransferReason.GEOMETRY,
+                detail=f"protocol version {PROTOCOL_VERSION} here, {hello.version} there",
             )
         elif (hello.worker_id, hello.generation) != self._identity:
-            answer = Answer(reason="generation", detail=f"this is {self._identity}")
+            answer = Answer(reason=TransferReason.GENERATION, detail=f"this is {self._identity}")
         elif hello.kv_signature != self._kv_signature:
-            answer = Answer(reason="geometry", detail="the KV signatures differ")
+            answer = Answer(reason=TransferReason.GEOMETRY, detail="the KV signatures differ")
         send_frame(connection, answer)
         return not answer.reason
 
@@ -146,6 +148,7 @@ class BlockServer:
         for block_id in read.block_ids:
             connection.sendall(self._memory.load(block_id))
         refusal = self._grants.refusal(read.nonce, read.block_ids)
-        send_frame(
-            connection, Answer(reason=refusal, detail="the lease ended while the blocks were sent" if refusal else "")
-        )
+        if refusal:
+            send_frame(connection, Answer(reason=refusal, detail="the lease ended while the blocks were sent"))
+        else:
+            send_frame(connection, Answer())

@@ -16,6 +16,7 @@ import msgspec
 import torch
 
 from pdserve.errors import TransferError
+from pdserve.reasons import TransferReason
 from pdserve.registration import WorkerRef
 from pdserve.transfer.base import Descriptor, PullResult, PullState, Transport, wait_connected
 from pdserve.transfer.descriptor import check_compatible, check_intact, seal
@@ -106,7 +107,9 @@ class TcpTransport:
         try:
             payload = msgspec.msgpack.decode(descriptor.payload, type=TcpPayload)
         except msgspec.MsgspecError as error:
-            raise TransferError("lookup", f"the tcp descriptor of {descriptor.peer} is unreadable: {error}") from error
+            raise TransferError(
+                TransferReason.LOOKUP, f"the tcp descriptor of {descriptor.peer} is unreadable: {error}"
+            ) from error
         for peer in [peer for peer in self._peers if peer.worker_id == descriptor.worker_id]:
             self.disconnect(peer)
         self._peers[descriptor.peer] = PeerReader(
@@ -122,7 +125,7 @@ class TcpTransport:
         """See `Transport.is_connected`."""
         reader = self._peers.get(peer)
         if reader is None:
-            raise TransferError("connect", f"{peer} is not connected")
+            raise TransferError(TransferReason.CONNECT, f"{peer} is not connected")
         if reader.failure is not None:
             raise TransferError(reader.failure.reason, str(reader.failure)) from reader.failure
         return reader.is_ready
@@ -135,10 +138,12 @@ class TcpTransport:
         """See `Transport.pull`."""
         assert len(remote_ids) == len(local_ids) > 0, (remote_ids, local_ids)
         if not self.is_connected(peer):
-            raise TransferError("connect", f"{peer} has not answered yet")
+            raise TransferError(TransferReason.CONNECT, f"{peer} has not answered yet")
         reader = self._peers[peer]
         if not all(0 <= block_id < reader.descriptor.num_blocks for block_id in remote_ids):
-            raise TransferError("geometry", f"{peer} has {reader.descriptor.num_blocks} blocks, wanted {remote_ids}")
+            raise TransferError(
+                TransferReason.GEOMETRY, f"{peer} has {reader.descriptor.num_blocks} blocks, wanted {remote_ids}"
+            )
         read = TcpRead(next(self._handles), nonce, remote_ids, local_ids, deadline_s)
         self._reads[read.handle] = (read, reader)
         reader.submit(read)
@@ -149,7 +154,7 @@ class TcpTransport:
         now_s = self._clock()
         for read, _ in list(self._reads.values()):
             if now_s >= read.deadline_s:
-                self._give_up(read, "timeout")
+                self._give_up(read, TransferReason.TIMEOUT)
         while self._ended:
             read, failure = self._ended.popleft()
             if self._reads.pop(read.handle, None) is not None:
@@ -163,7 +168,7 @@ class TcpTransport:
         if handle not in self._reads:
             return True
         read, _ = self._reads[handle]
-        is_terminal = read.stop("aborted")
+        is_terminal = read.stop(TransferReason.ABORTED)
         if is_terminal:
             del self._reads[handle]
         return is_terminal
@@ -176,16 +181,16 @@ class TcpTransport:
         reader.close()
         active = [read for read, its in self._reads.values() if its is reader]
         for read in active:
-            read.give_up("disconnected")  # all of them, before the first one is waited for
+            read.give_up(TransferReason.DISCONNECTED)  # all of them, before the first one is waited for
         for read in active:
-            read.stop("disconnected")
-            self._give_up(read, "disconnected")
+            read.stop(TransferReason.DISCONNECTED)
+            self._give_up(read, TransferReason.DISCONNECTED)
 
     def recreate(self) -> Descriptor:
         """See `Transport.recreate`: readers stop, the server stays, the descriptor with it."""
         for peer in list(self._peers):
             self.disconnect(peer)
-        still_writing = [read.handle for read, _ in self._reads.values() if not read.stop("disconnected")]
+        still_writing = [read.handle for read, _ in self._reads.values() if not read.stop(TransferReason.DISCONNECTED)]
         assert not still_writing, f"READs {still_writing} cannot be stopped"
         self._reads.clear()
         self._ended.clear()
@@ -202,7 +207,7 @@ class TcpTransport:
         if self._server is not None:
             self._server.close()
 
-    def _give_up(self, read: TcpRead, reason: str) -> None:
+    def _give_up(self, read: TcpRead, reason: TransferReason) -> None:
         """Report a READ at once when no thread is writing for it; else when that thread has stopped."""
         read.give_up(reason)
         if not read.is_writing:
@@ -211,7 +216,7 @@ class TcpTransport:
 
     def _report(self, read: TcpRead, failure: TransferError | None) -> None:
         num_bytes = len(read.local_ids) * self._memory.block_bytes
-        reason = read.given_up or (failure.reason if failure else "")
+        reason = read.given_up or (failure.reason if failure else None)
         state = PullState.FAILED if reason else PullState.DONE
         self._results.append(PullResult(read.handle, state, reason, True, num_bytes, str(failure or "")))
 

@@ -21,6 +21,7 @@ from typing import TypeVar
 import msgspec
 
 from pdserve.errors import TransferError
+from pdserve.reasons import TransferReason
 
 MAX_FRAME_BYTES = 1 << 20
 PROTOCOL_VERSION = 1
@@ -81,13 +82,15 @@ def receive_frame(connection: socket.socket, kind: type[Frame]) -> Frame:
     receive_into(connection, memoryview(head))
     (num_bytes,) = _LENGTH.unpack(head)
     if num_bytes > MAX_FRAME_BYTES:
-        raise TransferError("lookup", f"a frame of {num_bytes} bytes, at most {MAX_FRAME_BYTES} are allowed")
+        raise TransferError(
+            TransferReason.LOOKUP, f"a frame of {num_bytes} bytes, at most {MAX_FRAME_BYTES} are allowed"
+        )
     body = bytearray(num_bytes)
     receive_into(connection, memoryview(body))
     try:
         return msgspec.msgpack.decode(body, type=kind)
     except msgspec.MsgspecError as error:
-        raise TransferError("lookup", f"unreadable {kind.__name__} frame: {error}") from error
+        raise TransferError(TransferReason.LOOKUP, f"unreadable {kind.__name__} frame: {error}") from error
 
 
 def receive_into(connection: socket.socket, view: memoryview) -> None:
