@@ -9,7 +9,6 @@ import time
 
 import uvloop
 
-from pdserve.errors import SettingError
 from pdserve.faults import Faults
 from pdserve.gateway.process import GatewayProcess
 from pdserve.gateway.text.chat_prompt import ChatPrompts
@@ -22,7 +21,6 @@ from pdserve.settings import GatewaySettings, load
 def main(argv: list[str]) -> int:
     """Run until SIGTERM; settings from flags, environment and file."""
     settings = load(GatewaySettings, argv, os.environ)
-    _refuse_keys(settings)
     # Never reused: tokens of a gateway that is gone must not reach its successor.
     gateway_id = f"gateway-{secrets.token_hex(6)}"
     setup_logging(settings.log_level, settings.log_format, process=gateway_id)
@@ -41,13 +39,6 @@ def main(argv: list[str]) -> int:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_run(settings, gateway_id, card, prompts, faults))
     return 0
-
-
-def _refuse_keys(settings: GatewaySettings) -> None:
-    """Whoever names a file of keys must not get a gateway that answers everyone."""
-    if settings.api_keys_file is not None:
-        expected = "none: this version does not check API keys; let a proxy in front of it do that"
-        raise SettingError("API_KEYS_FILE", settings.api_keys_file, expected)
 
 
 async def _run(

@@ -7,7 +7,6 @@ They exist only when PDS_FAULTS is `1` or a JSON object; the object has these fi
     drop, duplicate, reorder   {message: a message type, times}
     delay       {message, s, times}
     corrupt_block              {times}
-    clock_offset_s             seconds, may be negative
 
 `times` counts down; without it a fault never ends. A fault may also be a list of such objects.
 Thread-safe: the event loop, the engine's thread and the transfer threads all ask.
@@ -44,7 +43,7 @@ _FIELDS: dict[str, tuple[str, ...]] = {
     "corrupt_block": (),
 }
 """Required fields of each countable fault, beside `times`."""
-_NUMBERS = (*(f"{name}_delay_s" for name in DELAYS), "clock_offset_s")
+_NUMBERS = tuple(f"{name}_delay_s" for name in DELAYS)
 
 
 class MessageAction(enum.StrEnum):
@@ -84,7 +83,7 @@ class _Counted:
 
 
 class Faults:
-    """The faults of one process."""
+    """The faults that are switched on in one process, and how often each may still happen."""
 
     def __init__(self, obj: Mapping[str, Any] | None = None) -> None:
         self._lock = threading.Lock()
@@ -140,11 +139,6 @@ class Faults:
         assert name in DELAYS, f"unknown delay {name!r}, known are {DELAYS}"
         return self._numbers.get(f"{name}_delay_s", 0.0)
 
-    @property
-    def clock_offset_s(self) -> float:
-        """What this process's clocks are off by."""
-        return self._numbers.get("clock_offset_s", 0.0)
-
     def should_fail(self, stage: str) -> bool:
         """Whether this stage of a KV transfer fails now; counts it."""
         assert stage in STAGES, f"unknown stage {stage!r}, known are {STAGES}"
@@ -189,10 +183,9 @@ def _one_of(value: object, options: tuple[str, ...]) -> str:
 
 
 def _number(name: str, value: object) -> float:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not is_number or (name != "clock_offset_s" and float(typing.cast(float, value)) < 0):
-        sign = "a number of seconds" if name == "clock_offset_s" else "a number of seconds >= 0"
-        raise SettingError(f"PDS_FAULTS.{name}", value, sign)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 <= typing.cast(float, value) < math.inf:
+        raise SettingError(f"PDS_FAULTS.{name}", value, "a number of seconds >= 0")
     return float(typing.cast(float, value))
 
 

@@ -21,7 +21,7 @@ from pdserve.errors import BusError, PdserveError
 from pdserve.local.service_file import read_all
 from pdserve.log import setup_logging
 from pdserve.models.resolve import home_folder
-from pdserve.settings import SharedSettings, load
+from pdserve.settings import BusSettings, load
 
 _USAGE = """usage: pdserve bus tail [--raw] [--count N] [--redis URL] [--service NAME]
        pdserve bus send FILE [--redis URL] [--service NAME]
@@ -70,7 +70,7 @@ def _take_count(words: list[str]) -> int | None:
     return int(value)
 
 
-async def _show(settings: SharedSettings, is_raw: bool, count: int | None) -> None:
+async def _show(settings: BusSettings, is_raw: bool, count: int | None) -> None:
     bus = Bus(settings.redis_url, settings.service, timeout_s=settings.bus_timeout_s)
     num_shown = 0
     try:
@@ -109,7 +109,7 @@ def _read_lines(path: str, keys: Keys) -> list[Line]:
     return lines
 
 
-async def _put(settings: SharedSettings, lines: list[Line]) -> None:
+async def _put(settings: BusSettings, lines: list[Line]) -> None:
     bus = Bus(settings.redis_url, settings.service, timeout_s=settings.bus_timeout_s)
     try:
         await bus.start()
@@ -124,9 +124,9 @@ async def _put(settings: SharedSettings, lines: list[Line]) -> None:
         await bus.close()
 
 
-def _settings(words: list[str]) -> SharedSettings:
+def _settings(words: list[str]) -> BusSettings:
     words = ["--redis-url" if word == "--redis" else word for word in words]  # as `pdserve up` calls it
-    settings = load(SharedSettings, words, os.environ, _local_service(os.environ))
+    settings = load(BusSettings, words, os.environ, _local_service(os.environ))
     setup_logging(settings.log_level, settings.log_format, process="bus")
     return settings
 

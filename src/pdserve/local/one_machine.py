@@ -30,8 +30,7 @@ from pdserve.local.redis_server import RedisServer
 from pdserve.local.service_file import LocalProcess, LocalService, owned, run_folder, write
 from pdserve.local.supervisor import Report, Supervisor
 from pdserve.models.resolve import resolve_model, served_model_name
-from pdserve.settings import GatewaySettings
-from pdserve.settings.processes import ProcessSettings
+from pdserve.settings import GatewaySettings, ProcessSettings
 
 FIRST_METRICS_PORT = 9101
 _DRAIN_S = 3.0

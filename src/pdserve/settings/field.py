@@ -1,4 +1,8 @@
-"""One setting as a dataclass field: its default, unit and help, and the reason for its default."""
+"""One setting as a dataclass field: its default, unit and help, and the reason for its default.
+
+A setting whose meaning comes with a later version is a field, too (`not_yet`): whoever sets it learns at the start
+that it would have no effect, instead of believing that it has.
+"""
 
 from __future__ import annotations
 
@@ -7,23 +11,25 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pdserve.settings.kinds import Kind
+from pdserve.settings.kinds import Kind, nothing
 
 _METADATA_KEY = "pdserve.setting"
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What is written beside a field."""
+    """Everything about a setting that stands beside its field."""
 
     kind: Kind
     unit: str
-    """s, bytes, tokens, …; empty for words and switches."""
+    """The unit of the value: s, bytes, tokens, …; empty for words and switches."""
     help: str
     why: str
-    """The reason for the default."""
+    """The reason for the default; of a refused setting the reason for refusing it."""
     derive: Callable[[Mapping[str, Any]], Any] | None = None
-    """Computes the default from the other values when nobody sets this one."""
+    """Computes the default from the other values (by upper-case name) when this one is not set."""
+    is_refused: bool = False
+    """Whether any value but none is an error."""
 
 
 def setting(
@@ -37,6 +43,18 @@ def setting(
 ) -> Any:
     """A dataclass field that is a setting."""
     return dataclasses.field(default=default, metadata={_METADATA_KEY: Setting(kind, unit, help, why, derive)})
+
+
+def not_yet(help: str, *, because: str, unit: str = "") -> Any:  # noqa: A002  as above
+    """A dataclass field that is refused when it is set; its value is always None.
+
+    Args:
+        help: what the setting will do.
+        because: what this version does instead, and what to do meanwhile.
+        unit: the unit of the value that it will take.
+    """
+    about = Setting(nothing(because), unit, help, f"Not supported yet: {because}.", is_refused=True)
+    return dataclasses.field(default=None, metadata={_METADATA_KEY: about})
 
 
 def settings_of(cls: type[Any]) -> dict[str, tuple[dataclasses.Field[Any], Setting]]:

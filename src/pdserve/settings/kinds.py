@@ -78,7 +78,7 @@ size_bytes = Kind(_parse_size, "a number of bytes > 0, with or without KiB, MiB,
 
 
 def choice(*options: str) -> Kind:
-    """One of a few words, in any case."""
+    """One of these words, in capitals or not."""
 
     def parse(text: str) -> str:
         if text.lower() not in options:
@@ -100,8 +100,19 @@ def pattern(expression: str, expected: str) -> Kind:
 
 
 text = pattern(r"(?s).*\S.*", "text that is not empty")
+name = pattern(r"[A-Za-z0-9][A-Za-z0-9_.-]*", "letters, digits, '-', '_' and '.'")
 
 
 def optional(kind: Kind) -> Kind:
-    """The same, or `none`."""
+    """What the kind takes, or the word `none`."""
     return Kind(lambda word: None if word.lower() == "none" else kind.parse(word), f"{kind.expected}, or none")
+
+
+def nothing(because: str) -> Kind:
+    """Only `none`: the kind of a setting that has no meaning yet, and why."""
+
+    def parse(word: str) -> None:
+        if word.lower() != "none":
+            raise ValueError(word)
+
+    return Kind(parse, f"none, for it is not supported yet: {because}")

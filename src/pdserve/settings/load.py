@@ -18,17 +18,18 @@ import yaml
 from pdserve.errors import SettingError
 from pdserve.settings.field import Setting, settings_of
 from pdserve.settings.kinds import boolean, is_boolean_word
-from pdserve.settings.processes import NAMES_READ_ELSEWHERE, PROCESSES, SharedSettings
+from pdserve.settings.roles import ENVIRONMENT_ONLY, ROLES
+from pdserve.settings.shared import SharedSettings
 
 T = TypeVar("T", bound=SharedSettings)
 
 _PREFIX = "PDS_"
 _SECRET_NAME = re.compile(r"PASSWORD|PASSWD|SECRET|TOKEN|API_KEY|CREDENTIAL")
-"""In a name that is unknown here: its value may be one, and complaints end in logs."""
+"""A name that is unknown here and looks like this may carry a secret, and complaints end in logs."""
 
 
 class _Found(NamedTuple):
-    """A value before it is cast, and where it comes from."""
+    """A value before it is cast, and the source that it comes from."""
 
     value: object
     origin: str
@@ -80,16 +81,22 @@ def describe(
 
 def known_names() -> frozenset[str]:
     """Every name that the environment (after `PDS_`) and the file may carry."""
-    return frozenset(name for cls in PROCESSES for name in settings_of(cls)) | NAMES_READ_ELSEWHERE
+    return frozenset(name for cls in ROLES.values() for name in settings_of(cls)) | ENVIRONMENT_ONLY.keys()
 
 
 def help_text(cls: type[SharedSettings]) -> str:
-    """What `--help` prints."""
+    """The text that `--help` prints: every flag with its help and default."""
     lines = [f"  --config FILE\n      Settings as YAML. Any flag below is also {_PREFIX}<NAME> in the environment."]
+    refused: list[str] = []
     for name, (field, about) in settings_of(cls).items():
-        unit = f" {about.unit}" if about.unit else ""
-        default = f"default {_shown(field.default)}{unit if field.default is not None else ''}: {about.why}"
+        if about.is_refused:
+            refused.append(_flag(name))
+            continue
+        unit = f" {about.unit}" if about.unit and field.default is not None else ""
+        default = f"Default {shown(field.default)}{unit}: {about.why}"
         lines.append(f"  {_flag(name)} ({about.kind.expected})\n      {about.help} {default}")
+    if refused:
+        lines.append(f"  Known, and refused because this version does not support them: {', '.join(refused)}")
     return "\n".join(lines)
 
 
@@ -97,7 +104,8 @@ def _without_password(value: object) -> object:
     return re.sub(r"(:/*[^:/@]*:).*@", r"\1***@", value, flags=re.DOTALL) if isinstance(value, str) else value
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
+    """A value as flags, environment and file spell it."""
     if isinstance(value, bool):
         return "on" if value else "off"
     return "none" if value is None else str(value)
@@ -134,7 +142,7 @@ def _resolve(
 
 def _cast(name: str, value: object, about: Setting) -> object:
     try:
-        return about.kind.parse(_shown(value))
+        return about.kind.parse(shown(value))
     except ValueError:
         raise SettingError(name, _without_password(value), about.kind.expected) from None
 
@@ -155,7 +163,7 @@ def _from_flags(cls: type[SharedSettings], argv: Sequence[str]) -> Iterator[tupl
         if name.startswith("NO_") and name.removeprefix("NO_") in known and not equals:
             name, value = name.removeprefix("NO_"), "off"
         elif name not in known and name != "CONFIG":
-            raise SettingError(f"--{key}", value or None, _known_like(name, [*known, "CONFIG"], _flag))
+            raise SettingError(f"--{key}", value or None, _instead_of(name, known))
         elif is_boolean and not equals:
             value = words.pop(0) if words and is_boolean_word(words[0]) else "on"
         elif not equals:
@@ -203,6 +211,14 @@ def _from_mapping(known: Mapping[str, object], mapping: Mapping[str, object], or
         if value is not None:
             found[name] = _Found(value, origin)
     return found
+
+
+def _instead_of(name: str, known: Mapping[str, object]) -> str:
+    """What was expected instead of a flag that this process does not have."""
+    roles = [role for role, cls in ROLES.items() if name.removeprefix("NO_") in settings_of(cls)]
+    if roles:
+        return f"a flag of this process, and that is one of {' and '.join(roles)} alone"
+    return _known_like(name, [*known, "CONFIG"], _flag)
 
 
 def _known_like(name: str, known: Any, spell: Any) -> str:

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from pdserve.commands.render import main as render
+from pdserve.errors import SettingError
 from pdserve.operator.api.spec import SpecError, read_service
 from pdserve.operator.facts import ClusterFacts, Owner
 from pdserve.operator.objects.overlay import apply_overlay
@@ -47,15 +48,25 @@ def env_of(made: Any, role: str) -> dict[str, str]:
 def test_every_process_accepts_its_settings(role: str) -> None:
     made = plan(
         model={"source": "hf://Qwen/Qwen3-8B", "revision": "main", "maxModelLen": 4096, "servedName": "q"},
-        gateway={"apiKeysSecretRef": {"name": "keys", "key": "keys.json"}},
         prefill={"engine": {"kvMemoryFraction": 0.5, "threads": 2}},
-        observability={"otlpEndpoint": "http://collector:4318"},
     )
     settings: Any = load(CLASSES[role], [], env_of(made, role))
     assert settings.service == "shop.chat"
     assert settings.model == "hf://Qwen/Qwen3-8B@main"
     assert settings.redis_url == "redis://:secret@chat-redis:6379/0"
     assert settings.metrics_port == 9100
+
+
+@pytest.mark.parametrize(
+    ("spec", "name"),
+    [
+        ({"gateway": {"apiKeysSecretRef": {"name": "keys", "key": "keys.json"}}}, "API_KEYS_FILE"),
+        ({"observability": {"otlpEndpoint": "http://collector:4318"}}, "OTLP_ENDPOINT"),
+    ],
+)
+def test_what_is_not_supported_yet_reaches_the_process_and_is_refused_there(spec: Any, name: str) -> None:
+    with pytest.raises(SettingError, match=f"{name}.*not supported yet"):
+        load(GatewaySettings, [], env_of(plan(**spec), "gateway"))
 
 
 def test_who_computes_prompts_reaches_the_gateway_and_the_decode_workers() -> None:
