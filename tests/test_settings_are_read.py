@@ -129,3 +129,66 @@ def test_variables_of_the_environment_that_are_no_setting_are_read_somewhere() -
     unread_names = [name for name in ENVIRONMENT_ONLY if not any(f'"PDS_{name}"' in text for text in texts)]
     assert unread_names == ["CONFIG"], "that one is read by `load` itself"
     assert known_names() >= ENVIRONMENT_ONLY.keys()
+
+
+# --- defaults
+
+
+def number_of(node: ast.expr) -> float | None:
+    """The value of a number, or of a product of numbers, as it stands in the code."""
+    try:
+        value = eval(ast.unparse(node), {"__builtins__": {}})
+    except (NameError, AttributeError, TypeError):  # it names something: then the number stands elsewhere
+        return None
+    return value if type(value) in (int, float) else None
+
+
+def defaults_in(tree: ast.AST) -> Iterator[tuple[int, str, float]]:
+    """(line, name, number) of every argument and every annotated field whose default is written as a number."""
+    for node in ast.walk(tree):
+        pairs: list[tuple[str, ast.expr | None]] = []
+        match node:
+            case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value):
+                pairs = [(name, value)]
+            case ast.FunctionDef(args=args) | ast.AsyncFunctionDef(args=args):
+                positional = [*args.posonlyargs, *args.args]
+                last = positional[len(positional) - len(args.defaults) :]
+                pairs = [(arg.arg, default) for arg, default in zip(last, args.defaults, strict=True)]
+                pairs += [(arg.arg, default) for arg, default in zip(args.kwonlyargs, args.kw_defaults, strict=True)]
+        for name, default in pairs:
+            if default is not None and (number := number_of(default)) is not None:
+                yield default.lineno, name, number
+
+
+OTHER_MATTERS = {("puller.py", "drain_s"): "the time that READs have to end, not that of a process"}
+"""Arguments that share a setting's name by chance."""
+
+
+def second_defaults(file: Path) -> list[str]:
+    """Places where a number stands for a setting's default and is another one."""
+    known: dict[str, set[object]] = {}
+    for cls in PROCESSES:
+        for field, about in settings_of(cls).values():
+            if not about.is_refused:
+                known.setdefault(field.name, set()).add(field.default)
+    return [
+        f"{file.name}:{line} {name} = {number:g}, the setting has {sorted(map(str, known[name]))}"
+        for line, name, number in defaults_in(parsed(file))
+        if name in known and number not in known[name] and (file.name, name) not in OTHER_MATTERS
+    ]
+
+
+def test_a_number_below_a_constructor_is_no_second_default_of_a_setting() -> None:
+    folders = ("gateway", "prefill_worker", "decode_worker", "src/pdserve")
+    files = [file for folder in folders for file in sorted((ROOT / folder).rglob("*.py"))]
+    assert [place for file in files if "settings" not in file.parts for place in second_defaults(file)] == []
+
+
+def test_a_second_default_is_found_where_it_is_written(tmp_path: Path) -> None:
+    file = tmp_path / "limits.py"
+    file.write_text(
+        "class L:\n    max_attempts: int = 5\n    block_size: int = 16\n"
+        "def f(max_body_bytes=8 * 1024, *, heartbeat_s=1.0, kv_lease_s=-1): ...\n"
+    )
+    found = {place.split(" =")[0] for place in second_defaults(file)}
+    assert found == {"limits.py:2 max_attempts", "limits.py:4 max_body_bytes", "limits.py:4 kv_lease_s"}

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from pdserve.errors import InvalidRequestError, OverloadedError, RequestError, UnavailableError
 from pdserve.gateway.generation.request import GenerationRequest
+from pdserve.settings import GatewaySettings
 
 UNAVAILABLE_RETRY_S = 2.0
 """A registration needs about a heartbeat to be seen."""
@@ -19,11 +20,11 @@ UNAVAILABLE_RETRY_S = 2.0
 class AdmissionLimits:
     """Bounds of the queue."""
 
-    max_queue_requests: int = 1024
-    max_queue_tokens: int = 1_000_000
-    max_held_requests: int = 0
+    max_queue_requests: int = GatewaySettings.max_queue_requests
+    max_queue_tokens: int = GatewaySettings.max_queue_tokens
+    max_held_requests: int = GatewaySettings.hold_requests
     """Requests that may wait while there is no pair at all; 0: they are answered 503."""
-    bus_timeout_s: float = 2.0
+    bus_timeout_s: float = GatewaySettings.bus_timeout_s
 
 
 @dataclass(frozen=True, slots=True)

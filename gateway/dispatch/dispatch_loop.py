@@ -18,6 +18,7 @@ from pdserve.gateway.dispatch.waiting_queue import QueueEntry, WaitingQueue
 from pdserve.gateway.routing.placement import Demand, Placement, Wait, Workers
 from pdserve.messages import SequenceKey
 from pdserve.registration import WorkerRef, WorkerRegistration
+from pdserve.settings import GatewaySettings
 
 MAX_MISSES = 16
 """Entries that may find no room before a round gives up: bounds its time under overload."""
@@ -27,11 +28,11 @@ MAX_MISSES = 16
 class WaitLimits:
     """How long something may wait for workers that are not there. Seconds."""
 
-    bus_timeout_s: float = 2.0
+    bus_timeout_s: float = GatewaySettings.bus_timeout_s
     """New requests, and everything new while the bus is away."""
-    hold_timeout_s: float = 120.0
+    hold_timeout_s: float = GatewaySettings.hold_timeout_s
     """New requests that are held for a pool that scales from zero."""
-    redispatch_wait_s: float = 30.0
+    redispatch_wait_s: float = GatewaySettings.redispatch_wait_s
     """Sequences that somebody already reads."""
     is_holding: bool = False
 

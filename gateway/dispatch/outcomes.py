@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pdserve.errors import InvalidRequestError, RequestError, UnavailableError
 from pdserve.messages import Failed
 from pdserve.reasons import FailReason
+from pdserve.settings import GatewaySettings
 
 FREE_REASONS = frozenset({FailReason.NO_CAPACITY, FailReason.DRAINING})
 """Nobody's fault: such an end does not count against MAX_ATTEMPTS."""
@@ -27,13 +28,13 @@ MAX_RUNNING_DEATHS = 2
 class RetryLimits:
     """Bounds of the state machine. Seconds unless named otherwise."""
 
-    max_attempts: int = 5
+    max_attempts: int = GatewaySettings.max_attempts
     """Attempts that may end by a fault before the request fails."""
     max_decode_faults: int = 2
     """Decode workers that may fail one hand-off before its prefill worker is doubted too."""
-    kv_lease_s: float = 10.0
-    progress_timeout_s: float = 20.0
-    roster_grace_s: float = 1.0
+    kv_lease_s: float = GatewaySettings.kv_lease_s
+    progress_timeout_s: float = GatewaySettings.progress_timeout_s
+    roster_grace_s: float = GatewaySettings.heartbeat_s
     """A heartbeat: a roster that arrives sooner after a job was sent may have been written before the job arrived."""
     resend_interval_s: float = 0.5
     """At most one ResendTokens per this time: the answer needs a round trip."""

@@ -27,6 +27,7 @@ from pdserve.gateway.text.chat_prompt import ChatPrompts
 from pdserve.gateway.text.stop_strings import StopMatcher
 from pdserve.models.card import ModelCard
 from pdserve.reasons import CancelReason
+from pdserve.settings import GatewaySettings
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -48,11 +49,11 @@ class Dispatches(Submits, Protocol):
 class FrontendLimits:
     """Bounds of one gateway, in seconds and bytes."""
 
-    max_body_bytes: int = 8 * 1024 * 1024
+    max_body_bytes: int = GatewaySettings.max_body_bytes
     body_timeout_s: float = 60.0
-    request_deadline_s: float = 600.0
-    sse_keepalive_s: float = 15.0
-    client_stall_timeout_s: float = 30.0
+    request_deadline_s: float = GatewaySettings.request_deadline_s
+    sse_keepalive_s: float = GatewaySettings.sse_keepalive_s
+    client_stall_timeout_s: float = GatewaySettings.client_stall_timeout_s
 
 
 @dataclass

@@ -11,6 +11,9 @@ from typing import NamedTuple
 
 import msgspec
 
+HEARTBEAT_S = 1.0
+"""Seconds between two renewals of a registration, unless the setting HEARTBEAT_S says otherwise."""
+
 
 class WorkerRef(NamedTuple):
     """One worker process, for all who speak of it: a restarted worker is another one."""
@@ -76,7 +79,7 @@ class WorkerRegistration(msgspec.Struct, frozen=True, kw_only=True):
     zone: str = ""
     window: int = 0
     """P: prompt tokens, D: KV blocks that *each* gateway may have outstanding here."""
-    heartbeat_s: float = 1.0
+    heartbeat_s: float = HEARTBEAT_S
     load: WorkerLoad = WorkerLoad()
 
     @property

@@ -17,7 +17,7 @@ from pdserve.bus.bus import Bus, call_all
 from pdserve.bus.client import Command
 from pdserve.errors import BusError
 from pdserve.log import get_logger
-from pdserve.registration import GatewayRegistration, WorkerRef, WorkerRegistration
+from pdserve.registration import HEARTBEAT_S, GatewayRegistration, WorkerRef, WorkerRegistration
 
 _log = get_logger(__name__)
 
@@ -87,7 +87,7 @@ class Registry:
 class RegistryView:
     """Everybody's registrations, polled once a heartbeat."""
 
-    def __init__(self, bus: Bus, heartbeat_s: float = 1.0) -> None:
+    def __init__(self, bus: Bus, heartbeat_s: float = HEARTBEAT_S) -> None:
         self._bus = bus
         self._heartbeat_s = heartbeat_s
         self._workers_absence: Absence[WorkerRef] = Absence()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pdserve.registration import HEARTBEAT_S
 from pdserve.settings.field import not_yet, setting
 from pdserve.settings.kinds import (
     choice,
@@ -111,7 +112,7 @@ class ProcessSettings(BusSettings):
         why="The address that it listens on is right on one machine.",
     )
     heartbeat_s: float = setting(
-        1.0,
+        HEARTBEAT_S,
         seconds,
         "A process renews its registration this often; without a renewal it expires after three times as long.",
         unit="s",
