@@ -12,11 +12,11 @@ REQUEST_S = (*TTFT_S, 160.0, 320.0, 640.0)
 """A whole request lasts up to its deadline."""
 STAGE_S = tuple(0.0005 * 2**n for n in range(17))
 BYTES = tuple(float(1024 * 4**n) for n in range(12))
-"""1 KiB to 4 GiB."""
+"""Sizes from 1 KiB to 4 GiB, each four times the one before."""
 COUNTS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
-"""1, 2, 5, 10 … 500,000 tokens or sequences."""
+"""Numbers of tokens or sequences: 1, 2, 5, 10 … 500,000."""
 
 
-def with_thresholds(buckets: Sequence[float], *thresholds: float) -> tuple[float, ...]:
-    """The borders with SLO targets among them."""
-    return tuple(sorted({*buckets, *thresholds}))
+def with_thresholds(buckets: Sequence[float], *thresholds: float | None) -> tuple[float, ...]:
+    """The borders with these targets among them; None stands for no target."""
+    return tuple(sorted({*buckets, *(threshold for threshold in thresholds if threshold is not None)}))

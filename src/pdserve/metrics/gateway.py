@@ -20,20 +20,31 @@ _ENDINGS = (
 
 
 class GatewayMetrics:
-    """All collectors of one gateway; `model` is the served name, the only one it has."""
+    """All collectors of one gateway.
+
+    Args:
+        registry: takes the collectors.
+        model: the served name, the only one that a gateway has.
+        ttft_slo_s: a target that becomes a border of its histogram, like the two that follow; None adds none.
+        tpot_slo_s: the target for the time per output token.
+        handoff_slo_s: the target for the gap between the first two tokens.
+    """
 
     def __init__(
         self,
         registry: CollectorRegistry,
         *,
         model: str,
-        ttft_slo_s: float = 2.0,
-        tpot_slo_s: float = 0.1,
-        handoff_slo_s: float = 0.5,
+        ttft_slo_s: float | None = None,
+        tpot_slo_s: float | None = None,
+        handoff_slo_s: float | None = None,
     ) -> None:
         self._model = model
         self.requests = Counter(
-            "pd_requests_total", "Requests that ended.", ["model", "code", "finish_reason"], registry=registry
+            "pd_requests_total",
+            "Requests that ended, by HTTP status and outcome.",
+            ["model", "code", "finish_reason"],
+            registry=registry,
         )
         for code, finish_reason in _ENDINGS:
             self.requests.labels(model, str(code), finish_reason)
@@ -44,7 +55,9 @@ class GatewayMetrics:
         self._states(registry)
         self._events(registry)
 
-    def _latencies(self, registry: CollectorRegistry, ttft_slo_s: float, tpot_slo_s: float, gap_slo_s: float) -> None:
+    def _latencies(
+        self, registry: CollectorRegistry, ttft_slo_s: float | None, tpot_slo_s: float | None, gap_slo_s: float | None
+    ) -> None:
         itl_s = buckets.with_thresholds(buckets.ITL_S, tpot_slo_s)
         self.time_to_first_token = Histogram(
             "pd_time_to_first_token_seconds",
@@ -59,7 +72,10 @@ class GatewayMetrics:
             registry=registry,
         )
         self.inter_token_latency = Histogram(
-            "pd_inter_token_latency_seconds", "Gap between two tokens; one per gap.", buckets=itl_s, registry=registry
+            "pd_inter_token_latency_seconds",
+            "Gap between two tokens of one choice; one per gap.",
+            buckets=itl_s,
+            registry=registry,
         )
         self.request_duration = Histogram(
             "pd_request_duration_seconds",
@@ -95,13 +111,20 @@ class GatewayMetrics:
         )
         initialise(self.redispatch, labels.PHASES, labels.REDISPATCH_REASONS)
         self.duplicate_tokens_dropped = Counter(
-            "pd_duplicate_tokens_dropped_total", "Tokens that arrived a second time.", registry=registry
+            "pd_duplicate_tokens_dropped_total",
+            "Tokens that arrived a second time and were dropped.",
+            registry=registry,
         )
         self.cancelled = Counter(
             "pd_cancelled_total", "Requests cancelled before their end.", ["reason"], registry=registry
         )
         initialise(self.cancelled, labels.CANCEL_REASONS)
-        self.shed = Counter("pd_shed_total", "Requests turned away at the door.", ["reason"], registry=registry)
+        self.shed = Counter(
+            "pd_shed_total",
+            "Requests answered 429 or 503 because no worker could take them.",
+            ["reason"],
+            registry=registry,
+        )
         initialise(self.shed, labels.SHED_REASONS)
 
     def count_request(self, code: int, finish_reason: str) -> None:

@@ -1,4 +1,4 @@
-"""The closed sets of label values."""
+"""The closed sets of label values; those that processes tell each other come from `pdserve.reasons`."""
 
 from __future__ import annotations
 
@@ -6,24 +6,29 @@ from collections.abc import Iterable
 
 from prometheus_client import Counter, Gauge, Histogram
 
+from pdserve.reasons import CancelReason, FailReason, FinishReason, KvFailReason
+
 BLOCK_STATES = ("free", "cached", "owned", "leased", "receiving", "quarantined")
-FINISH_REASONS = ("stop", "length", "tool_calls", "cancelled", "error")
+FINISH_REASONS = (FinishReason.STOP, FinishReason.LENGTH, "tool_calls", "cancelled", "error")
 CODES = (200, 400, 401, 403, 404, 405, 408, 413, 415, 422, 429, 499, 500, 501, 503, 504)
-"""HTTP statuses sent; 499: the client left before there was one."""
+"""HTTP statuses that are sent; 499 stands for a client that left before there was one."""
 TTFT_STAGES = ("frontend", "queue", "schedule", "prefill", "publish")
-CANCEL_REASONS = ("client", "slow_client", "deadline", "shutdown")
+CANCEL_REASONS = (CancelReason.CLIENT, CancelReason.SLOW_CLIENT, CancelReason.DEADLINE, CancelReason.SHUTDOWN)
+"""The reasons that end a whole request; the others end one attempt."""
 SHED_REASONS = ("queue_requests", "queue_tokens", "predicted_wait", "no_pair", "hold_timeout", "draining")
 PHASES = ("queued", "prefill", "handoff", "decode")
 """Where a sequence was when something happened to it."""
-FAILED_REASONS = (
-    "no_capacity", "draining", "handoff_timeout", "handoff_failed", "integrity", "prefill_failed", "no_token0",
-    "prefill_timeout", "deadline", "too_long", "fingerprint", "schema", "step_failed", "restarting", "cancelled",
-)  # fmt: skip
-"""Reasons of the message Failed."""
-REDISPATCH_REASONS = (*FAILED_REASONS, "worker_gone", "lost", "no_progress", "divergence")
-"""lost: absent from two rosters."""
+REDISPATCH_REASONS = tuple(reason for reason in FailReason if reason != FailReason.OTHER)
 JOB_RESULTS = ("accepted", "rejected", "finished", "failed", "cancelled")
-HANDOFF_REJECTIONS = ("unknown", "stale", "nonce", "generation", "geometry", "schema")
+HANDOFF_REJECTIONS = (
+    KvFailReason.UNKNOWN,
+    KvFailReason.STALE,
+    KvFailReason.NONCE,
+    KvFailReason.GENERATION,
+    KvFailReason.GEOMETRY,
+    KvFailReason.SCHEMA,
+)
+"""The reasons to refuse a decode worker; the others end a hand-off that was accepted."""
 LATE_REASONS = ("unknown", "cancelled", "finished", "stale", "nonce", "generation")
 CACHE_RESULTS = ("hit", "miss")
 BACKENDS = ("nixl", "tcp")

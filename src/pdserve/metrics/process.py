@@ -10,6 +10,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
 from pdserve.bus.bus import Bus
+from pdserve.metrics.labels import BUS_LOSSES
 
 
 class ProcessMetrics(Collector):
@@ -21,7 +22,7 @@ class ProcessMetrics(Collector):
         registry.register(self)
 
     def collect(self) -> Iterable[Metric]:
-        """Called by the registry."""
+        """The families of the bus, as the registry asks for them."""
         bus = self._bus
         yield GaugeMetricFamily("pd_bus_up", "Whether the bus answered when last asked.", value=float(bus.is_up))
         yield CounterMetricFamily(
@@ -30,11 +31,11 @@ class ProcessMetrics(Collector):
         lost = CounterMetricFamily(
             "pd_bus_dropped_messages", "Messages that this process never got onto the bus.", labels=["reason"]
         )
-        lost.add_metric(["queue_full"], bus.num_dropped_messages)
-        lost.add_metric(["refused"], bus.num_refused_messages)
+        for reason, count in zip(BUS_LOSSES, (bus.num_dropped_messages, bus.num_refused_messages), strict=True):
+            lost.add_metric([reason], count)
         yield lost
 
 
 def render(registry: CollectorRegistry) -> tuple[bytes, str]:
-    """Body and content type of /metrics."""
+    """The body and the content type of /metrics."""
     return generate_latest(registry), CONTENT_TYPE_LATEST

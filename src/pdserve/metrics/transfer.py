@@ -20,14 +20,25 @@ class TransferMetrics:
             registry=registry,
         )
         self.bytes = Histogram(
-            "pd_kv_transfer_bytes", "Bytes of a hand-off.", ["backend"], buckets=buckets.BYTES, registry=registry
+            "pd_kv_transfer_bytes",
+            "Size of the KV blocks of a hand-off.",
+            ["backend"],
+            buckets=buckets.BYTES,
+            registry=registry,
         )
         self.results = Counter(
-            "pd_kv_transfers_total", "KV transfers by how they ended.", ["backend", "result"], registry=registry
+            "pd_kv_transfers_total",
+            "READs of announced blocks, by transport and by how they ended.",
+            ["backend", "result"],
+            registry=registry,
         )
-        self.inflight = Gauge("pd_kv_transfers_inflight", "KV transfers not ended.", registry=registry)
+        self.inflight = Gauge(
+            "pd_kv_transfers_inflight", "KV transfers that have begun and not ended.", registry=registry
+        )
         self.digest_mismatches = Counter(
-            "pd_kv_digest_mismatch_total", "Blocks whose content was not what P announced.", registry=registry
+            "pd_kv_digest_mismatch_total",
+            "Blocks whose content was not what the prefill worker announced.",
+            registry=registry,
         )
         initialise(self.seconds, labels.BACKENDS)
         initialise(self.bytes, labels.BACKENDS)

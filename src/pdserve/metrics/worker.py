@@ -22,22 +22,27 @@ class WorkerMetrics:
         self._jobs(registry)
 
     def _states(self, registry: CollectorRegistry) -> None:
-        self.num_requests_running = Gauge("pd_num_requests_running", "Sequences in the batch.", registry=registry)
+        self.num_requests_running = Gauge(
+            "pd_num_requests_running", "Sequences in the batch of this worker.", registry=registry
+        )
         self.num_requests_waiting = Gauge(
-            "pd_num_requests_waiting", "Sequences waiting in this worker, for blocks or for a hand-off.",
+            "pd_num_requests_waiting",
+            "Sequences waiting in this worker, for blocks or for a hand-off.",
             registry=registry,
-        )  # fmt: skip
+        )
         self.waiting_tokens = Gauge(
-            "pd_waiting_tokens", "Prompt tokens not yet computed of the sequences held.", registry=registry
+            "pd_waiting_tokens", "Prompt tokens that are not computed yet, of all sequences held.", registry=registry
         )
         self.draining = Gauge("pd_draining", "1 while this worker takes nothing new.", registry=registry)
         self.model_load = Gauge("pd_model_load_seconds", "Duration of loading and warm-up.", registry=registry)
 
     def _kv(self, registry: CollectorRegistry) -> None:
         self.kv_cache_usage_ratio = Gauge(
-            "pd_kv_cache_usage_ratio", "Blocks that are neither free nor merely cached, over all.", registry=registry
+            "pd_kv_cache_usage_ratio",
+            "Share of the KV blocks that are neither free nor merely cached.",
+            registry=registry,
         )
-        self.kv_blocks = Gauge("pd_kv_blocks", "KV blocks by state.", ["state"], registry=registry)
+        self.kv_blocks = Gauge("pd_kv_blocks", "KV blocks by their state in the ledger.", ["state"], registry=registry)
         initialise(self.kv_blocks, labels.BLOCK_STATES)
         self.kv_leases_expired = Counter(
             "pd_kv_leases_expired_total", "KV leases that no decode worker renewed.", registry=registry
@@ -50,31 +55,45 @@ class WorkerMetrics:
         )
         initialise(self.prefix_cache_tokens, labels.CACHE_RESULTS)
         self._cache_config_info = Gauge(
-            "pd_cache_config_info", "Size of the KV cache, in its labels.", ["block_size", "num_blocks"],
+            "pd_cache_config_info",
+            "Size of the KV cache, told by the labels; the value is 1.",
+            ["block_size", "num_blocks"],
             registry=registry,
-        )  # fmt: skip
+        )
 
     def _steps(self, registry: CollectorRegistry) -> None:
-        self.step = Histogram("pd_step_seconds", "Duration of a step.", buckets=buckets.STAGE_S, registry=registry)
-        self.step_tokens = Histogram(
-            "pd_step_tokens", "Tokens computed in a step.", buckets=buckets.COUNTS, registry=registry
+        self.step = Histogram(
+            "pd_step_seconds", "Duration of one step of the engine.", buckets=buckets.STAGE_S, registry=registry
         )
-        self.batch_size = Histogram("pd_batch_size", "Sequences in a step.", buckets=buckets.COUNTS, registry=registry)
-        self.preemptions = Counter("pd_preemptions_total", "Sequences that lost their blocks.", registry=registry)
+        self.step_tokens = Histogram(
+            "pd_step_tokens", "Tokens computed in one step.", buckets=buckets.COUNTS, registry=registry
+        )
+        self.batch_size = Histogram(
+            "pd_batch_size", "Sequences computed in one step.", buckets=buckets.COUNTS, registry=registry
+        )
+        self.preemptions = Counter(
+            "pd_preemptions_total", "Sequences that lost their blocks to others and start anew.", registry=registry
+        )
         self.recomputed_tokens = Counter(
-            "pd_recomputed_tokens_total", "Tokens computed again after a preemption or a lost hand-off.",
+            "pd_recomputed_tokens_total",
+            "Tokens computed again after a preemption or a lost hand-off.",
             registry=registry,
-        )  # fmt: skip
+        )
 
     def _jobs(self, registry: CollectorRegistry) -> None:
-        self.jobs = Counter("pd_worker_jobs_total", "Jobs by what became of them.", ["result"], registry=registry)
+        self.jobs = Counter(
+            "pd_worker_jobs_total", "Jobs of this worker by what became of them.", ["result"], registry=registry
+        )
         initialise(self.jobs, labels.JOB_RESULTS)
         self.handoff_rejected = Counter(
             "pd_handoff_rejected_total", "Hand-offs refused to a decode worker.", ["reason"], registry=registry
         )
         initialise(self.handoff_rejected, labels.HANDOFF_REJECTIONS)
         self.late_messages_dropped = Counter(
-            "pd_late_messages_dropped_total", "Messages about attempts not held here.", ["reason"], registry=registry
+            "pd_late_messages_dropped_total",
+            "Messages about attempts that this worker does not hold (any more).",
+            ["reason"],
+            registry=registry,
         )
         initialise(self.late_messages_dropped, labels.LATE_REASONS)
 
