@@ -20,7 +20,7 @@ LOG := $(VENV)/setup.log
 SHOW := tee $(LOG) | awk '/^Collecting /{sub(/[^A-Za-z0-9_.-].*/, "", $$2); printf "%s%s", n++ ? " " : "    ", $$2; fflush()} /^(Installing collected|Building wheel)/{if (n) print ""; n=0; print "    " substr($$0, 1, 90) (length > 90 ? " …" : ""); fflush()}'
 CHECKED := || { echo; echo "setup failed; the end of $(LOG):"; grep -v 'is ignored' $(LOG) | tail -n 25; exit 1; }
 
-.PHONY: help setup up test test-cluster test-all kube-binaries lint bench modules clean
+.PHONY: help setup up test test-cluster test-all kube-binaries lint bench docs modules clean
 
 help:
 	@echo "make up        start everything on this machine (ARGS='--prefill 2 --decode 2' adds arguments)"
@@ -30,7 +30,8 @@ help:
 	@echo "make kube-binaries builds that control plane from Debian packages (minutes, once)"
 	@echo "make lint      ruff and mypy"
 	@echo "make bench     load test of a running service (ARGS='--url http://127.0.0.1:8000')"
-	@echo "make modules   rewrite the module list in docs/architecture.md"
+	@echo "make docs      rewrite what docs/ has from the code: modules.md, settings.md, metrics.md"
+	@echo "make modules   only docs/modules.md"
 	@echo "make setup     only the virtual environment in $(VENV)"
 	@echo "make clean     remove caches and build products ($(VENV) stays)"
 
@@ -83,6 +84,10 @@ test-all: lint
 
 bench: setup
 	@$(VENV)/bin/pdserve bench $(ARGS)
+
+docs: modules
+	@$(VENV)/bin/python docs/list_settings.py
+	@$(VENV)/bin/python docs/list_metrics.py
 
 modules: setup
 	@$(VENV)/bin/python docs/list_modules.py

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -15,26 +16,46 @@ from pdserve.commands.up import QUESTION
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.fixture(scope="module")
-def list_modules() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("list_modules", ROOT / "docs" / "list_modules.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+PAGES = ["README.md", *(f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md")))]
+SCRIPTS = ("list_modules", "list_settings", "list_metrics")
 
 
-def test_the_module_list_is_up_to_date(list_modules: ModuleType) -> None:
-    document = list_modules.DOCUMENT.read_text(encoding="utf-8")
-    assert document == list_modules.updated(document), "run: make modules"
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
+    """Imports a script of docs/ by name; `make docs` runs the same ones."""
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    return importlib.import_module
 
 
-def test_every_module_says_what_it_is_for(list_modules: ModuleType) -> None:
-    assert [file for file in list_modules.modules() if not list_modules.first_sentence(ROOT / file)] == []
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_page_that_is_made_from_the_code_is_up_to_date(name: str, script: Callable[[str], ModuleType]) -> None:
+    module = script(name)
+    document = module.DOCUMENT.read_text(encoding="utf-8")
+    assert document == module.updated(document), "run: make docs"
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/architecture.md"])
+def test_a_page_without_the_part_that_is_made_is_an_error(script: Callable[[str], ModuleType]) -> None:
+    assert script("generated").with_part("<!-- a -->\nold<!-- /a -->", "a", "new") == "<!-- a -->\n\nnew\n\n<!-- /a -->"
+    with pytest.raises(ValueError, match="0 parts <!-- b -->"):
+        script("generated").with_part("<!-- a -->\nold<!-- /a -->", "b", "new")
+
+
+def test_every_module_says_what_it_is_for(script: Callable[[str], ModuleType]) -> None:
+    module = script("list_modules")
+    assert [file for file in module.modules() if not module.first_sentence(ROOT / file)] == []
+
+
+def test_every_module_is_listed_once_and_every_folder_has_one_heading(script: Callable[[str], ModuleType]) -> None:
+    module = script("list_modules")
+    headings = [line for line in module.listing().splitlines() if line.startswith("### ")]
+    assert len(headings) == len(set(headings)) > 20
+    listed = list(module.modules())
+    written = {path.resolve() for folder in module.FOLDERS for path in (ROOT / folder).rglob("*.py")}
+    assert len(listed) == len({(ROOT / path).resolve() for path in listed})
+    assert {(ROOT / path).resolve() for path in listed} == {path for path in written if path.name != "__main__.py"}
+
+
+@pytest.mark.parametrize("document", PAGES)
 def test_links_to_files_lead_somewhere(document: str) -> None:
     text = (ROOT / document).read_text(encoding="utf-8")
     targets = re.findall(r"\]\(([^)#:]+)\)", text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from pathlib import Path
 
@@ -11,6 +12,8 @@ import pytest
 
 from pdserve.errors import ServiceError
 from pdserve.local.service import PrivateService, held_blocks
+
+DOCS = Path(__file__).parent.parent.parent / "docs"
 
 
 def test_a_process_that_cannot_start_is_named_with_its_last_words_and_the_others_are_stopped(
@@ -26,6 +29,7 @@ def test_a_process_that_cannot_start_is_named_with_its_last_words_and_the_others
 def test_a_service_is_ready_when_entered_and_gone_when_left(
     tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.syspath_prepend(str(DOCS))
     monkeypatch.setenv("PDS_SERVED_MODEL_NAME", "of-the-callers-environment")
     monkeypatch.setenv("PDS_CPU_KERNELS", "off")  # of the machine: whoever tests without them means services, too
     with PrivateService(tiny_model_dir, settings={"NUM_BLOCKS": 64}) as service:
@@ -35,12 +39,20 @@ def test_a_service_is_ready_when_entered_and_gone_when_left(
             "prefill-0": 64,
             "decode-0": 64,
         }
-        for process in service.processes:
-            assert "pd_" in httpx.get(process.metrics_url).text
+        check_metrics(service)
         for process in service.workers:
             assert "executor transformers (PDS_CPU_KERNELS=off)" in process.log_file.read_text()
         pids = [process.pid for process in service.processes]
     assert not [pid for pid in pids if pid and psutil.pid_exists(pid) and _is_our_child(pid)]
+
+
+def check_metrics(service: PrivateService) -> None:
+    """Running processes have the metrics, and the values of labels, that docs/metrics.md lists."""
+    page = importlib.import_module("list_metrics")
+    gateway, worker, _ = (sorted(page.rows(text)) for text in page.expositions().values())
+    for process in service.processes:
+        found = sorted(page.rows(httpx.get(process.metrics_url).text))
+        assert found == (gateway if process.role == "gateway" else worker), process.role
 
 
 def _is_our_child(pid: int) -> bool:
