@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from pdserve.operator.cluster.children import Children
 from pdserve.operator.cluster.credentials import ClusterError, Credentials
 from pdserve.operator.cluster.kube import ConflictError, GoneError, Kube, RefusedError, path_of
 from pdserve.operator.facts import ClusterFacts, Owner
 from pdserve.operator.handlers import make_settings
 from pdserve.operator.leader import Leadership
 from pdserve.operator.loop import ReconcileLoop
-from pdserve.operator.objects.children import Children
 from pdserve.operator.objects.plan import with_owner
 from pdserve.operator.telemetry import Telemetry
 from pdserve.operator.work_queue import WorkQueue

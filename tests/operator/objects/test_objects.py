@@ -47,9 +47,7 @@ def env_of(made: Any, role: str) -> dict[str, str]:
 def test_every_process_accepts_its_settings(role: str) -> None:
     made = plan(
         model={"source": "hf://Qwen/Qwen3-8B", "revision": "main", "maxModelLen": 4096, "servedName": "q"},
-        gateway={"apiKeysSecretRef": {"name": "keys", "key": "keys.json"}},
         prefill={"engine": {"kvMemoryFraction": 0.5, "threads": 2}},
-        observability={"otlpEndpoint": "http://collector:4318"},
     )
     settings: Any = load(CLASSES[role], [], env_of(made, role))
     assert settings.service == "shop.chat"
