@@ -3,6 +3,7 @@
     read → plan → apply what has changed → decide on sizes → step the rollout → status and events
 
 Level-triggered: every call looks at what exists and does the next right thing; nothing needed is remembered.
+Plans, steps and the status are pure (objects, sizing, status); only here and in `cluster` is anything sent.
 """
 
 from __future__ import annotations
