@@ -46,6 +46,8 @@ VALUES: dict[str, Any] = {
     "prefill.replicas": 3,
     "decode.replicas": 3,
     "transfer.portRange": "20000-20015",
+    "prefill.nodeSelector": {"pool": "a"},
+    "decode.nodeSelector": {"pool": "a"},
     "imagePullSecrets": [{"name": "registry"}],
     "budget.accelerators": 5,
     "budget.pods": 5,
