@@ -9,7 +9,7 @@ from typing import Any
 
 import kopf
 
-from pdserve.operator.cluster.credentials import read_credentials
+from pdserve.operator.cluster.credentials import Credentials, Login
 from pdserve.operator.loop import ReconcileLoop
 from pdserve.operator.names import GROUP, VERSION, service_of
 
@@ -21,22 +21,17 @@ _DEBOUNCE_S = 0.2
 """A Deployment's status changes in bursts."""
 
 
-def make_registry(loop: ReconcileLoop) -> kopf.OperatorRegistry:
-    """Handlers of one operator."""
+def make_registry(loop: ReconcileLoop, login: Login) -> kopf.OperatorRegistry:
+    """Handlers of one operator, whose watches log in as its other requests do."""
     registry = kopf.OperatorRegistry()
+    given: list[Credentials] = []
 
     @kopf.on.login(registry=registry)
-    def login(**_: Any) -> kopf.ConnectionInfo:
-        known = read_credentials()
-        return kopf.ConnectionInfo(
-            server=known.server,
-            ca_data=known.authority,
-            insecure=known.is_insecure,
-            certificate_data=known.certificate,
-            private_key_data=known.key,
-            token=known.token,
-            default_namespace=known.namespace,
-        )
+    async def log_in(**_: Any) -> kopf.ConnectionInfo:
+        """At the start, and again whenever the server refuses what was given last."""
+        known = await (login.renew(given.pop()) if given else login.current())
+        given.append(known)
+        return _connection_info(known)
 
     @kopf.on.event(GROUP, VERSION, "pdservices", registry=registry)
     async def service_changed(*, namespace: str | None, name: str, **_: Any) -> None:
@@ -53,6 +48,21 @@ def make_registry(loop: ReconcileLoop) -> kopf.OperatorRegistry:
             await loop.queue.add((str(namespace), service), _DEBOUNCE_S)
 
     return registry
+
+
+def _connection_info(known: Credentials) -> kopf.ConnectionInfo:
+    scheme, _, token = (known.authorization or "").partition(" ")
+    return kopf.ConnectionInfo(
+        server=known.server,
+        ca_path=known.authority_file,
+        insecure=known.is_insecure,
+        certificate_path=known.certificate_file,
+        private_key_path=known.key_file,
+        scheme=scheme or None,
+        token=token or None,
+        proxy_url=known.proxy,
+        default_namespace=known.namespace,
+    )
 
 
 def _is_ours(labels: Any, **_: Any) -> bool:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import time
 
 from pdserve.log import get_logger
+from pdserve.operator.clock import Clock
 from pdserve.operator.cluster.credentials import ClusterError
 from pdserve.operator.cluster.kube import ConflictError, GoneError, Kube, path_of
-from pdserve.operator.cluster.live import PodAnswers
+from pdserve.operator.cluster.pod_answers import PodAnswers
 from pdserve.operator.facts import ClusterFacts, Owner
 from pdserve.operator.names import API_VERSION
 from pdserve.operator.reconcile import ServiceReconciler
@@ -24,10 +24,13 @@ _MAX_PAUSE_S = 60.0
 class ReconcileLoop:
     """All services of one operator."""
 
-    def __init__(self, kube: Kube, facts: ClusterFacts, *, resync_s: float, telemetry: Telemetry) -> None:
+    def __init__(
+        self, kube: Kube, facts: ClusterFacts, *, resync_s: float, telemetry: Telemetry, clock: Clock | None = None
+    ) -> None:
         self._kube, self._facts, self._resync_s, self._telemetry = kube, facts, resync_s, telemetry
+        self._clock = clock or Clock()
         self._answers = PodAnswers()
-        self.queue = WorkQueue(time.monotonic)
+        self.queue = WorkQueue(self._clock.steady_s)
         self._services: dict[Key, ServiceReconciler] = {}
         self._uids: dict[Key, str] = {}
         self._failures: dict[Key, int] = {}
@@ -84,7 +87,9 @@ class ReconcileLoop:
         if self._uids.get(key) != metadata["uid"]:
             owner = Owner(metadata["name"], metadata["namespace"], metadata["uid"])
             self._uids[key] = metadata["uid"]
-            self._services[key] = ServiceReconciler(self._kube, self._facts, self._answers, owner, self._resync_s)
+            self._services[key] = ServiceReconciler(
+                self._kube, owner, self._facts, self._answers, self._resync_s, self._clock
+            )
         return await self._services[key].reconcile(service)
 
     async def _exists(self, key: Key) -> bool:

@@ -11,9 +11,9 @@ import socket
 import kopf
 
 from pdserve.log import get_logger, setup_logging
-from pdserve.operator.cluster.credentials import read_credentials
 from pdserve.operator.cluster.discovery import discover, wait_for_own_kinds
 from pdserve.operator.cluster.kube import Kube
+from pdserve.operator.cluster.login import ClusterLogin
 from pdserve.operator.handlers import make_registry, make_settings
 from pdserve.operator.leader import Leadership
 from pdserve.operator.loop import ReconcileLoop
@@ -39,11 +39,10 @@ async def _run(settings: OperatorSettings, identity: str) -> int:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    credentials = read_credentials()
-    namespace = settings.namespace or credentials.namespace
+    kube = Kube(ClusterLogin())
+    namespace = settings.namespace or (await kube.login.current()).namespace
     telemetry = Telemetry()
     server = await serve(telemetry, settings.host, settings.metrics_port)
-    kube = Kube(credentials)
     leadership = Leadership(kube, namespace, identity, settings.lease_s)
     try:
         if await _first(leadership.acquire(), stop.wait()) == 1:
@@ -74,7 +73,7 @@ async def _lead(
     logger.info("watching %s; %s", "all namespaces" if settings.all_namespaces else namespace, facts)
     loop = ReconcileLoop(kube, facts, resync_s=settings.resync_s, telemetry=telemetry)
     watching = kopf.operator(
-        registry=make_registry(loop),
+        registry=make_registry(loop, kube.login),
         settings=make_settings(),
         standalone=True,
         clusterwide=settings.all_namespaces,

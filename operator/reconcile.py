@@ -3,34 +3,36 @@
     read → plan → apply what has changed → decide on sizes → step the rollout → status and events
 
 Level-triggered: every call looks at what exists and does the next right thing; nothing needed is remembered.
+Plans, steps and the status are pure (objects, sizing, status); only here and in `cluster` is anything sent.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import Any
 
-from pdserve.log import get_logger
-from pdserve.operator.api.policy import Policy, read_policy
 from pdserve.operator.api.spec import ServiceSpec, SpecError, read_service
-from pdserve.operator.cluster.events import now_text, post_event
-from pdserve.operator.cluster.kube import GoneError, Kube, RefusedError, path_of
-from pdserve.operator.cluster.live import Live, PodAnswers, look
+from pdserve.operator.clock import Clock
+from pdserve.operator.cluster.children import Children
+from pdserve.operator.cluster.events import Events
+from pdserve.operator.cluster.kube import Kube, RefusedError
+from pdserve.operator.cluster.look import look
+from pdserve.operator.cluster.pod_answers import PodAnswers
+from pdserve.operator.cluster.policies import Policies, PolicyInEffect
+from pdserve.operator.cluster.scaler import Scaler, needs_owner_of_replicas
 from pdserve.operator.facts import ClusterFacts, Owner
-from pdserve.operator.names import API_VERSION, FIELD_MANAGER, GATEWAY, POOLS, REDIS
-from pdserve.operator.objects.children import Children
+from pdserve.operator.names import API_VERSION, FIELD_MANAGER, GATEWAY, POOLS, PREFILL, REDIS
 from pdserve.operator.objects.deployments import deployment, with_replicas
 from pdserve.operator.objects.plan import Plan, plan_of, with_owner
-from pdserve.operator.sizing.pools import apply_step, observation, pool_count, rollout_seen, template_digest
+from pdserve.operator.report import Outcome, status_facts
+from pdserve.operator.sizing.pools import apply_step, has_old_gateways, observation, rollout_seen
 from pdserve.operator.sizing.rollout import RolloutStep, next_step
-from pdserve.operator.sizing.scaler import Scaler, needs_owner_of_replicas
 from pdserve.operator.sizing.scaling import Decision, ScalingState, decide
-from pdserve.operator.status.conditions import Condition, transitions
-from pdserve.operator.status.health import Health, role_health, worst_problem
+from pdserve.operator.sizing.scaling_condition import scaling_condition
+from pdserve.operator.status.conditions import transitions
+from pdserve.operator.status.live import Live
+from pdserve.operator.status.reasons import Reason
 from pdserve.operator.status.status import StatusFacts, refused_status, service_status
-
-logger = get_logger(__name__)
 
 Json = dict[str, Any]
 
@@ -47,13 +49,16 @@ _EVENTFUL = ("Ready", "Degraded", "Progressing")
 class ServiceReconciler:
     """One service, as long as it exists."""
 
-    def __init__(self, kube: Kube, facts: ClusterFacts, answers: PodAnswers, owner: Owner, resync_s: float) -> None:
-        self._kube, self._facts, self._answers, self._owner = kube, facts, answers, owner
-        self._resync_s = resync_s
+    def __init__(
+        self, kube: Kube, owner: Owner, facts: ClusterFacts, answers: PodAnswers, resync_s: float, clock: Clock
+    ) -> None:
+        self._kube, self._owner, self._facts, self._answers = kube, owner, facts, answers
+        self._resync_s, self._clock = resync_s, clock
         self._children = Children(kube, owner, facts)
         self._scaler = Scaler(kube, owner, answers, honours_deletion_cost=facts.honours_deletion_cost)
+        self._policies = Policies(kube, owner.namespace)
+        self._events = Events(kube, clock)
         self._scaling_state = ScalingState()
-        self._policy: Policy | None = None
         self._read_s: float | None = None
 
     async def reconcile(self, service: Json) -> float:
@@ -64,69 +69,59 @@ class ServiceReconciler:
         """
         try:
             spec = read_service(service)
-            policy, policy_problem = await self._read_policy(spec)
-            hold = (policy.hold_requests, policy.hold_timeout_s) if spec.pools["prefill"].min == 0 else None
+            policy = await self._policies.read(spec.policy)
+            known = policy.policy
+            hold = (known.hold_requests, known.hold_timeout_s) if spec.pools[PREFILL].min == 0 else None
             plan = plan_of(spec, self._owner, self._facts, hold)
-            return await self._bring_about(service, spec, plan, policy, policy_problem)
+            return await self._bring_about(service, spec, plan, policy)
         except SpecError as error:
-            await self._refuse(service, "InvalidSpec", f"{error}.")
+            await self._refuse(service, Reason.INVALID_SPEC, f"{error}.")
         except RefusedError as error:
-            await self._refuse(service, "RefusedByApiServer", f"{error}.")
+            await self._refuse(service, Reason.REFUSED_BY_API_SERVER, f"{error}.")
         return self._resync_s
 
-    async def _bring_about(
-        self, service: Json, spec: ServiceSpec, plan: Plan, policy: Policy, policy_problem: str | None
-    ) -> float:
+    async def _bring_about(self, service: Json, spec: ServiceSpec, plan: Plan, policy: PolicyInEffect) -> float:
         await self._read_children(service)
         if plan.has_managed_redis:
             await self._children.ensure_password()
         # Pods refer to accounts and settings; nothing else depends on an order.
         await asyncio.gather(*(self._children.apply(item) for item in plan.others))
-        live = await look(self._kube, self._owner)
-        self._children.note_live(live.deployments.values())
+        live = await self._look()
         decisions = await self._size(service, spec, plan, policy, live)
         if any(decision.is_change and decision.is_applied for decision in decisions):
-            live = await look(self._kube, self._owner, is_cached=False)
-            self._children.note_live(live.deployments.values())
-        wanted = {role: live.replicas(role) or 0 for role in POOLS}
-        step = next_step(rollout_seen(spec, plan, live, wanted, time.time()))
+            live = await self._look(is_cached=False)
+        step = next_step(rollout_seen(spec, plan, live, self._clock.wall_s()))
         await self._apply_deployments(spec, plan, live, step)
-        await self._clean_up(plan, live, step)
-        facts = await self._facts_of(spec, plan, live, wanted, step, decisions, policy_problem)
-        before = service.get("status", {})
-        status = service_status(before, facts, service["metadata"]["generation"], now_text())
-        await self._write(service, before, status)
-        ready = next(condition for condition in status["conditions"] if condition["type"] == "Ready")
-        if step.reason == "RollingOut":
+        scaling = scaling_condition(spec, policy.policy, policy.problem, decisions)
+        outcome = Outcome(spec, plan, live, decisions, step, scaling)
+        await self._clean_up(outcome)
+        is_ready = await self._report(service, outcome)
+        if step.reason == Reason.ROLLING_OUT:
             return _ROLLING_S
-        return self._resync_s if ready["status"] == "True" else _WAITING_S
+        return self._resync_s if is_ready else _WAITING_S
+
+    async def _look(self, *, is_cached: bool = True) -> Live:
+        live = await look(self._kube, self._owner, is_cached=is_cached)
+        self._children.note_live(live.deployments.values())
+        return live
 
     async def _read_children(self, service: Json) -> None:
         """A service without a status is new: there is nothing to read."""
-        now_s = time.monotonic()
+        now_s = self._clock.steady_s()
         is_due = self._read_s is None or now_s - self._read_s > _REREAD_S
         if is_due and (self._read_s is not None or service.get("status")):
             await self._children.read()
         if is_due:
             self._read_s = now_s
 
-    async def _read_policy(self, spec: ServiceSpec) -> tuple[Policy, str | None]:
-        """The policy, and why it is not the one that was asked for; the last known one stays in effect."""
-        if spec.policy is None:
-            return read_policy({}), None
-        path = path_of(API_VERSION, "ScalingPolicy", self._owner.namespace, spec.policy)
-        try:
-            self._policy = read_policy((await self._kube.get(path)).get("spec") or {})
-        except (GoneError, SpecError) as error:
-            kind = "does not exist" if isinstance(error, GoneError) else f"is refused ({error})"
-            known = "the last known one" if self._policy else "the default policy"
-            return self._policy or read_policy({}), f"ScalingPolicy {spec.policy} {kind}: {known} is in effect."
-        return self._policy, None
-
     # --- sizes
 
-    async def _size(self, service: Json, spec: ServiceSpec, plan: Plan, policy: Policy, live: Live) -> list[Decision]:
-        decisions, self._scaling_state = decide(observation(live), spec, policy, self._scaling_state, time.monotonic())
+    async def _size(
+        self, service: Json, spec: ServiceSpec, plan: Plan, policy: PolicyInEffect, live: Live
+    ) -> list[Decision]:
+        decisions, self._scaling_state = decide(
+            observation(live), spec, policy.policy, self._scaling_state, self._clock.steady_s()
+        )
         for decision in decisions:
             if decision.is_change and decision.is_applied:
                 await self._resize(service, plan, decision, live)
@@ -140,7 +135,7 @@ class ServiceReconciler:
         message = (
             f"{decision.pool}: {decision.current} → {decision.wanted} workers ({decision.rule}; {decision.inputs})"
         )
-        await post_event(self._kube, service, "Scaled", message, is_warning=False)
+        await self._events.post(service, Reason.SCALED, message, is_warning=False)
 
     async def _create_pool(self, plan: Plan, decision: Decision) -> None:
         """The scaler alone owns the number. Left out at first it is 1: a pool of none is made with its number."""
@@ -155,8 +150,7 @@ class ServiceReconciler:
 
     async def _apply_deployments(self, spec: ServiceSpec, plan: Plan, live: Live, step: RolloutStep) -> None:
         gateway = plan.gateway
-        is_rolling = self._has_old_gateways(plan, live)
-        if step.holds_gateway and is_rolling:
+        if step.holds_gateway and has_old_gateways(plan, live):
             held = deployment(spec.name, GATEWAY, gateway["spec"]["template"], hold=True)
             gateway = with_replicas(held, spec.gateway.replicas)
         await self._children.apply(with_owner(gateway, self._owner))
@@ -166,74 +160,37 @@ class ServiceReconciler:
                 made = apply_step(spec.name, role, plan.pools[role], step.pools[role])
                 await self._children.apply(with_owner(made, self._owner))
 
-    def _has_old_gateways(self, plan: Plan, live: Live) -> bool:
-        if GATEWAY not in live.deployments:
-            return False
-        digest = template_digest(plan.gateway)
-        return live.template(GATEWAY) != digest or any(pod.template != digest for pod in live.of(GATEWAY))
-
     async def _keep_replicas(self, live: Json, role: str) -> None:
         if needs_owner_of_replicas(live):
             await self._scaler.set_replicas(role, live["spec"]["replicas"])
 
-    async def _clean_up(self, plan: Plan, live: Live, step: RolloutStep) -> None:
+    async def _clean_up(self, outcome: Outcome) -> None:
         """ConfigMaps of older templates are needed until their last pod has gone."""
-        if step.reason == "Complete" and not self._has_old_gateways(plan, live):
-            await self._children.delete_all_but([*plan.others, *self._named(plan)])
-
-    def _named(self, plan: Plan) -> list[Json]:
-        return [with_owner(made, self._owner) for made in (plan.gateway, *plan.pools.values())]
+        if outcome.is_rolled:
+            plan = outcome.plan
+            named = [with_owner(made, self._owner) for made in (plan.gateway, *plan.pools.values())]
+            await self._children.delete_all_but([*plan.others, *named])
 
     # --- status
 
-    async def _facts_of(
-        self,
-        spec: ServiceSpec,
-        plan: Plan,
-        live: Live,
-        wanted: dict[str, int],
-        step: RolloutStep,
-        decisions: list[Decision],
-        policy_problem: str | None,
-    ) -> StatusFacts:
-        answers = await self._answers.why_not_ready(live.pods)
-        health = {
-            role: role_health(role, number, live.deployments.get(role), live.of(role), answers, time.time())
-            for role, number in self._wanted_by_role(spec, plan, wanted).items()
-        }
-        if REDIS in health and health[REDIS].reason == "MissingSecret":
-            self._children.forget_password()
-        gateway_waits = health[GATEWAY].reason == "Starting" and not all(health[role].is_ready for role in POOLS)
-        if gateway_waits:
-            health[GATEWAY] = Health(False, "Starting", "Waiting for a pair of prefill and decode workers.")
-        is_rolled = step.reason == "Complete" and not self._has_old_gateways(plan, live)
-        reason, message = step.reason, step.message
-        if step.reason == "Complete" and not is_rolled:
-            reason, message = "RollingOut", "Gateways of the newest template replace older ones."
-        surge = [pod for role in POOLS for pod in live.alive(role) if reason != "Complete"]
-        return StatusFacts(
-            health=health,
-            pools={role: pool_count(live, role, plan.pools[role], wanted[role]) for role in POOLS},
-            rollout_reason=reason,
-            rollout_message=message,
-            scaling=_scaling_condition(spec, decisions, policy_problem),
-            signature=plan.signature,
-            url=f"http://{spec.name}.{self._owner.namespace}.svc",
-            surge_problem=worst_problem(surge),
-            new_decisions=tuple(
-                _decision_entry(decision)
-                for decision in decisions
-                if decision.is_change and decision.is_applied and decision.current is not None
-            ),
-        )
-
-    def _wanted_by_role(self, spec: ServiceSpec, plan: Plan, wanted: dict[str, int]) -> dict[str, int]:
-        roles = {GATEWAY: spec.gateway.replicas, **wanted}
-        return roles | ({REDIS: 1} if plan.has_managed_redis else {})
-
-    async def _refuse(self, service: Json, reason: str, message: str) -> None:
+    async def _report(self, service: Json, outcome: Outcome) -> bool:
+        """Write the status; whether the service is ready."""
+        answers = await self._answers.why_not_ready(outcome.live.pods)
+        now = self._clock.now_text()
+        facts = status_facts(outcome, self._owner, answers, self._clock.wall_s(), now)
+        self._note_redis(facts)
         before = service.get("status", {})
-        status = refused_status(before, reason, message, service["metadata"]["generation"], now_text())
+        status = service_status(before, facts, service["metadata"]["generation"], now)
+        await self._write(service, before, status)
+        return any(item["type"] == "Ready" and item["status"] == "True" for item in status["conditions"])
+
+    def _note_redis(self, facts: StatusFacts) -> None:
+        if REDIS in facts.health and facts.health[REDIS].reason == Reason.MISSING_SECRET:
+            self._children.forget_password()
+
+    async def _refuse(self, service: Json, reason: Reason, message: str) -> None:
+        before = service.get("status", {})
+        status = refused_status(before, reason, message, service["metadata"]["generation"], self._clock.now_text())
         await self._write(service, before, status)
 
     async def _write(self, service: Json, before: Json, status: Json) -> None:
@@ -245,8 +202,8 @@ class ServiceReconciler:
         await self._kube.apply(item, FIELD_MANAGER, subresource="status")
         for condition in transitions(before.get("conditions", []), status["conditions"]):
             if _is_eventful(condition, is_new=not before):
-                message = condition["message"]
-                await post_event(self._kube, service, condition["reason"], message, is_warning=_is_bad(condition))
+                reason, message = Reason(condition["reason"]), condition["message"]
+                await self._events.post(service, reason, message, is_warning=_is_bad(condition))
 
 
 def _is_eventful(condition: Json, *, is_new: bool) -> bool:
@@ -257,27 +214,4 @@ def _is_eventful(condition: Json, *, is_new: bool) -> bool:
 def _is_bad(condition: Json) -> bool:
     if condition["type"] == "Degraded":
         return bool(condition["status"] == "True")
-    return bool(condition["reason"] == "NoRoomToSurge")
-
-
-def _scaling_condition(spec: ServiceSpec, decisions: list[Decision], policy_problem: str | None) -> Condition:
-    if policy_problem is not None:
-        return Condition("ScalingActive", spec.scaling == "Auto", "PolicyNotUsable", policy_problem)
-    if spec.scaling == "Auto":
-        return Condition("ScalingActive", True, "Auto", "The operator decides on the number of workers.")
-    if spec.scaling == "Off":
-        return Condition("ScalingActive", False, "Off", "The Deployments' replicas belong to somebody else.")
-    advice = ", ".join(f"{decision.pool} {decision.wanted}" for decision in decisions if decision.is_change)
-    return Condition("ScalingActive", False, "Advise", f"Would set: {advice}." if advice else "Would change nothing.")
-
-
-def _decision_entry(decision: Decision) -> Json:
-    entry: Json = {
-        "time": now_text(),
-        "pool": decision.pool,
-        "from": decision.current,
-        "to": decision.wanted,
-        "inputs": decision.inputs,
-        "rule": decision.rule,
-    }
-    return entry | ({"clampedBy": decision.clamped_by} if decision.clamped_by else {})
+    return bool(condition["reason"] == Reason.NO_ROOM_TO_SURGE)

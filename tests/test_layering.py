@@ -44,6 +44,13 @@ MAY_IMPORT: dict[str, set[str]] = {
 """Folder (or module) directly below `pdserve` → those it may import beside itself. Others (cli, commands, local,
 bench, verify) stand above all of these."""
 
+ROOMS: dict[str, tuple[str, ...]] = {
+    "operator": ("names", "clock", "digest", "facts", "api", "objects", "status", "sizing", "cluster"),
+}
+"""Package → its rooms (folders or modules), the lowest first: each may import itself and those before it. What is not
+named here stands above all rooms, and may import any of them. The operator: plain names and facts, what people ask
+for, the objects that it becomes, what is seen of them, decisions; then the API server; reconcile, loop and main."""
+
 TORCH_FREE = ("gateway", "operator", "bus", "settings", "faults", "metrics", "messages", "registration", "local")
 HEAVY = {"torch", "transformers"}
 NOT_TORCH_FREE = {"models": {"tiny", "gguf"}}
@@ -84,6 +91,20 @@ def own_imports(part: str) -> Iterator[tuple[str, str]]:
 def test_imports_point_one_way(part: str) -> None:
     allowed = MAY_IMPORT.get(part, FOUNDATION)
     assert [place for place, imported in own_imports(part) if imported not in allowed] == []
+
+
+@pytest.mark.parametrize("package", sorted(ROOMS))
+def test_rooms_of_a_package_import_one_way(package: str) -> None:
+    rooms = ROOMS[package]
+    assert [room for room in rooms if not files_of(f"{package}/{room}")] == [], "no such rooms"
+    found = []
+    for index, room in enumerate(rooms):
+        for file in files_of(f"{package}/{room}"):
+            for line, name in imports_of(file):
+                words = name.split(".")
+                if words[:2] == ["pdserve", package] and words[2] not in rooms[: index + 1]:
+                    found.append(f"{file.relative_to(ROOT)}:{line} imports {name}")
+    assert found == []
 
 
 @pytest.mark.parametrize("part", [*TORCH_FREE, "models"])

@@ -1,4 +1,4 @@
-"""A ScalingPolicy's spec as a frozen dataclass. Pure."""
+"""A ScalingPolicy's spec as a frozen dataclass: what this version reads of it, and what it does not. Pure."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pdserve.operator.api.durations import seconds
 from pdserve.operator.api.policy_schema import policy_spec
 from pdserve.operator.api.rules import broken_policy_rules
 from pdserve.operator.api.spec import SpecError
+from pdserve.operator.api.support import POLICY_FIELDS_NOT_READ, set_fields
 
 _SCHEMA = policy_spec()
 
@@ -18,31 +19,18 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class Policy:
-    """All of `spec`."""
+    """`spec` of a ScalingPolicy, as far as this version reads it."""
 
     interval_s: float
-    window_s: float
-    up_tolerance: float
-    down_tolerance: float
-    stabilization_up_s: float
-    stabilization_down_s: float
-    max_step_up: int
-    max_step_down: int
-    cooldown_s: float
-    utilization: dict[str, float]
-    """By role."""
-    burst_quantile: float
-    cold_start_s: float
-    zero_after_s: float
     hold_requests: int
+    """Requests that each gateway holds while there are no workers."""
     hold_timeout_s: float
-    metrics_source: str
-    metrics_url: str | None
-    stale_after_s: float
+    not_supported: tuple[str, ...]
+    """Paths of fields that are set and not read."""
 
 
 def read_policy(spec: Json) -> Policy:
-    """From `spec` of a ScalingPolicy; {} is the default policy.
+    """Read `spec` of a ScalingPolicy; {} is the default policy.
 
     Raises:
         SpecError: it breaks the schema or a rule.
@@ -51,24 +39,9 @@ def read_policy(spec: Json) -> Policy:
     wrong = list(problems(_SCHEMA, full)) or broken_policy_rules(full)
     if wrong:
         raise SpecError("; ".join(wrong))
-    zero, metrics = full["scaleToZero"], full["metrics"]
     return Policy(
         interval_s=seconds(full["interval"]),
-        window_s=seconds(full["window"]),
-        up_tolerance=full["upTolerance"],
-        down_tolerance=full["downTolerance"],
-        stabilization_up_s=seconds(full["stabilizationUp"]),
-        stabilization_down_s=seconds(full["stabilizationDown"]),
-        max_step_up=full["maxStepUp"],
-        max_step_down=full["maxStepDown"],
-        cooldown_s=seconds(full["cooldown"]),
-        utilization=dict(full["utilization"]),
-        burst_quantile=full["burstQuantile"],
-        cold_start_s=seconds(full["coldStart"]),
-        zero_after_s=seconds(zero["after"]),
-        hold_requests=zero["holdRequests"],
-        hold_timeout_s=seconds(zero["holdTimeout"]),
-        metrics_source=metrics["source"],
-        metrics_url=metrics.get("url"),
-        stale_after_s=seconds(metrics["staleAfter"]),
+        hold_requests=full["scaleToZero"]["holdRequests"],
+        hold_timeout_s=seconds(full["scaleToZero"]["holdTimeout"]),
+        not_supported=set_fields(_SCHEMA, full, POLICY_FIELDS_NOT_READ),
     )

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from pdserve.operator.api.schema_types import Rule, Schema, choice, duration, integer, number, struct, text
+from pdserve.operator.api.support import POLICY_FIELDS_NOT_READ, with_remarks
 
 PROMETHEUS_NEEDS_URL = "metrics.url is needed when metrics.source is prometheus"
 
 
 def policy_spec() -> Schema:
-    """`spec` of a ScalingPolicy."""
+    """The schema of `spec` of a ScalingPolicy."""
+    return with_remarks(_spec(), POLICY_FIELDS_NOT_READ)
+
+
+def _spec() -> Schema:
     return struct(
         "Everything has a default; a PDService without a policyRef uses the defaults.",
         {

@@ -71,6 +71,14 @@ def _ratio_order(spec: Spec) -> bool:
     return bool(ratio.get("min", 0) <= ratio.get("max", float("inf")))
 
 
+def _without_api_keys(spec: Spec) -> bool:
+    return "apiKeysSecretRef" not in spec["gateway"]
+
+
+def _without_spans(spec: Spec) -> bool:
+    return "otlpEndpoint" not in spec["observability"]
+
+
 def _revision_of_the_hub(spec: Spec) -> bool:
     return "revision" not in spec["model"] or spec["model"]["source"].startswith("hf://")
 
@@ -85,4 +93,6 @@ _RULES: tuple[tuple[str, Callable[[Spec], bool]], ...] = (
     (said.BAD_PORT_RANGE, _port_range),
     (said.RATIO_ORDER, _ratio_order),
     (said.REVISION_NEEDS_HUB, _revision_of_the_hub),
+    (said.NO_API_KEYS, _without_api_keys),
+    (said.NO_SPANS, _without_spans),
 )

@@ -67,7 +67,7 @@ def text_map(description: str) -> Schema:
 
 
 def free_form(description: str, kind: str = "object") -> Schema:
-    """Somebody else's type (a pod template, resources, tolerations), checked by the API server when it is used."""
+    """A type of Kubernetes (a pod template, resources, tolerations), checked by the API server when it is used."""
     return node(kind, description, **{"x-kubernetes-preserve-unknown-fields": True})
 
 

@@ -20,6 +20,7 @@ from pdserve.operator.api.schema_types import (
     text,
     text_map,
 )
+from pdserve.operator.api.support import SERVICE_FIELDS_NOT_READ, with_remarks
 
 MIN_ABOVE_MAX = "min must not be greater than max"
 REPLICAS_NEED_OFF = "replicas may only be set when scaling.mode is Off; use min and max"
@@ -31,6 +32,11 @@ BAD_PORT_RANGE = "transfer.portRange must be FIRST-LAST with 1024 <= FIRST < LAS
 REVISION_NEEDS_HUB = "model.revision is for models from the hub: model.source must start with hf://"
 BAD_NAME = "metadata.name must start with a letter, use only a-z, 0-9 and -, and have at most 45 characters"
 RATIO_ORDER = "ratio.min must not be greater than ratio.max"
+NO_API_KEYS = (
+    "gateway.apiKeysSecretRef is not supported by this version, which checks no API keys: leave it out, and let a "
+    "proxy in front of the service check them"
+)
+NO_SPANS = "observability.otlpEndpoint is not supported by this version, which sends no spans: leave it out"
 
 _POOL_RULE = Rule("!has(self.max) || self.min <= self.max", MIN_ABOVE_MAX)
 OBJECT_RULES = (Rule("self.metadata.name.matches('^[a-z]([-a-z0-9]{0,43}[a-z0-9])?$')", BAD_NAME),)
@@ -55,7 +61,11 @@ SERVICE_RULES = (
 
 
 def service_spec() -> Schema:
-    """`spec` of a PDService."""
+    """The schema of `spec` of a PDService."""
+    return with_remarks(_spec(), SERVICE_FIELDS_NOT_READ)
+
+
+def _spec() -> Schema:
     return struct(
         "What to serve, how fast, and with how much.",
         {
@@ -121,8 +131,8 @@ def service_spec() -> Schema:
                 "Who decides on the number of workers.",
                 {
                     "mode": choice(
-                        "Auto: the operator, between min and max. Advise: it says what it would do. Off: nobody here; "
-                        "an HPA, KEDA or a person may own the Deployments' replicas.",
+                        "Auto: the operator, between min and max. Advise: it says what it would do. Off: not the "
+                        "operator; an HPA, KEDA or a person may own the Deployments' replicas.",
                         "Auto",
                         "Advise",
                         "Off",
@@ -172,8 +182,12 @@ def service_spec() -> Schema:
                 {
                     "podMonitor": switch("A PodMonitor and a PrometheusRule.", default=True),
                     "dashboards": switch("A ConfigMap with a Grafana dashboard.", default=True),
-                    "otlpEndpoint": text("Where spans are sent (OTLP over HTTP)."),
+                    "otlpEndpoint": text(
+                        "Where spans are sent (OTLP over HTTP). Not supported by this version: a spec that sets it is "
+                        "refused."
+                    ),
                 },
+                rules=(Rule("!has(self.otlpEndpoint)", NO_SPANS),),
                 is_defaulted=True,
             ),
         },
@@ -242,12 +256,13 @@ def _gateway() -> Schema:
                 is_defaulted=True,
             ),
             "apiKeysSecretRef": secret_key(
-                "File of API keys. This version checks none, and its gateways refuse to start with one."
+                "File of API keys. Not supported by this version: a spec that sets it is refused."
             ),
             "resources": free_form("Container resources. Default: requests of half a core and 512 MiB."),
             "drainSeconds": integer("Time for streams to end when a gateway stops.", 60, maximum=3600),
             "podTemplate": free_form("Laid over the pod template that the operator makes (strategic merge)."),
         },
+        rules=(Rule("!has(self.apiKeysSecretRef)", NO_API_KEYS),),
         is_defaulted=True,
     )
 

@@ -10,6 +10,7 @@ from pdserve.operator.api.defaults import problems, with_defaults
 from pdserve.operator.api.durations import seconds
 from pdserve.operator.api.rules import broken_rules
 from pdserve.operator.api.service_schema import service_spec
+from pdserve.operator.api.support import SERVICE_FIELDS_NOT_READ, set_fields
 from pdserve.operator.names import DECODE, PREFILL
 
 _SCHEMA = service_spec()
@@ -57,7 +58,6 @@ class GatewaySpec:
     replicas: int
     max_queue_requests: int
     max_queue_tokens: int
-    api_keys: SecretKey | None
     resources: Json | None
     drain_s: int
     pod_overlay: Json
@@ -84,7 +84,6 @@ class PoolSpec:
 
     role: str
     min: int
-    max: int
     replicas: int | None
     engine: EngineSpec
     resources: Json | None
@@ -109,13 +108,10 @@ class ServiceSpec:
     ttft_s: float
     tpot_s: float
     percentile: int
-    attainment: float
     gateway: GatewaySpec
     pools: dict[str, PoolSpec]
     budget_accelerators: int | None
     budget_pods: int | None
-    ratio_min: float | None
-    ratio_max: float | None
     disaggregation: str
     min_remote_tokens: int | None
     max_attempts: int
@@ -133,7 +129,8 @@ class ServiceSpec:
     redis_auth: SecretKey | None
     wants_pod_monitor: bool
     wants_dashboards: bool
-    otlp_endpoint: str | None
+    not_supported: tuple[str, ...]
+    """Paths of fields that are set and not read."""
 
 
 def read_service(service: Json) -> ServiceSpec:
@@ -152,7 +149,7 @@ def read_service(service: Json) -> ServiceSpec:
 
 
 def _service(name: str, spec: Json) -> ServiceSpec:
-    budget, ratio = spec.get("budget", {}), spec.get("ratio", {})
+    budget = spec.get("budget", {})
     transfer, failure, redis, seen = spec["transfer"], spec["failure"], spec["redis"], spec["observability"]
     first_port, last_port = map(int, transfer["portRange"].split("-"))
     return ServiceSpec(
@@ -163,13 +160,10 @@ def _service(name: str, spec: Json) -> ServiceSpec:
         ttft_s=seconds(spec["slo"]["ttft"]),
         tpot_s=seconds(spec["slo"]["tpot"]),
         percentile=spec["slo"]["percentile"],
-        attainment=spec["slo"]["attainment"],
         gateway=_gateway(spec["gateway"]),
         pools={role: _pool(role, spec[role]) for role in (PREFILL, DECODE)},
         budget_accelerators=budget.get("accelerators"),
         budget_pods=budget.get("pods"),
-        ratio_min=ratio.get("min"),
-        ratio_max=ratio.get("max"),
         disaggregation=spec["disaggregation"]["mode"],
         min_remote_tokens=spec["disaggregation"].get("minRemoteTokens"),
         max_attempts=failure["maxAttempts"],
@@ -187,8 +181,18 @@ def _service(name: str, spec: Json) -> ServiceSpec:
         redis_auth=_secret(redis.get("authSecretRef")),
         wants_pod_monitor=seen["podMonitor"],
         wants_dashboards=seen["dashboards"],
-        otlp_endpoint=seen.get("otlpEndpoint"),
+        not_supported=tuple(path for path in _not_read(spec) if not _is_own_min(spec, path)),
     )
+
+
+def _not_read(spec: Json) -> tuple[str, ...]:
+    return set_fields(_SCHEMA, spec, SERVICE_FIELDS_NOT_READ)
+
+
+def _is_own_min(spec: Json, path: str) -> bool:
+    """Whether it is a `max` equal to the pool's `min`, which is what it is when left out."""
+    role, _, field = path.partition(".")
+    return field == "max" and role in (PREFILL, DECODE) and bool(spec[role]["max"] == spec[role]["min"])
 
 
 def _secret(reference: Json | None) -> SecretKey | None:
@@ -214,7 +218,6 @@ def _gateway(gateway: Json) -> GatewaySpec:
         replicas=gateway["replicas"],
         max_queue_requests=gateway["queue"]["maxRequests"],
         max_queue_tokens=gateway["queue"]["maxTokens"],
-        api_keys=_secret(gateway.get("apiKeysSecretRef")),
         resources=gateway.get("resources"),
         drain_s=gateway["drainSeconds"],
         pod_overlay=gateway.get("podTemplate", {}),
@@ -225,7 +228,6 @@ def _pool(role: str, pool: Json) -> PoolSpec:
     return PoolSpec(
         role=role,
         min=pool["min"],
-        max=pool["max"] if "max" in pool else pool["min"],
         replicas=pool.get("replicas"),
         engine=_engine(pool["engine"]),
         resources=pool.get("resources"),

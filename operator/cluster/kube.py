@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
+from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
 from typing import Any
 
 import aiohttp
 
-from pdserve.operator.cluster.credentials import ClusterError, Credentials, read_credentials
+from pdserve.operator.cluster.credentials import ClusterError, Credentials, Login
+from pdserve.operator.names import FIELD_MANAGER
 
 Json = dict[str, Any]
 
@@ -29,7 +33,7 @@ class GoneError(ClusterError):
 
 
 class ConflictError(ClusterError):
-    """Somebody else was faster."""
+    """Another client was faster."""
 
 
 class RefusedError(ClusterError):
@@ -51,13 +55,20 @@ def path_of_object(item: Json) -> str:
 class Kube:
     """One connection pool to one API server; used on one event loop."""
 
-    def __init__(self, credentials: Credentials) -> None:
-        self._credentials = credentials
-        self._session = _session(credentials)
+    def __init__(self, login: Login) -> None:
+        self.login = login
+        self._session: aiohttp.ClientSession | None = None
+        self._retired: aiohttp.ClientSession | None = None
+        """The session before; requests that it still carries may end, and the next change closes it."""
+        self._connection: Credentials | None = None
+        """What the session was made of, without the token, which goes with each request."""
+        self._connecting = asyncio.Lock()
 
     async def close(self) -> None:
         """Close all connections."""
-        await self._session.close()
+        for session in (self._session, self._retired):
+            if session is not None:
+                await session.close()
 
     async def get(self, path: str) -> Json:
         """One object, or what the server says at a path.
@@ -118,41 +129,72 @@ class Kube:
         content = json.dumps(body).encode() if body is not None else None
         headers = {"Content-Type": kind} if body is not None else {}
         for attempt in range(_TRIES):
-            session = self._session
-            status, retry_after, text = await self._send(verb, path, content, headers, params)
+            credentials = await self.login.current()
+            session = await self._session_of(credentials)
+            url = credentials.server + path
+            sending = session.request(
+                verb, url, data=content, headers=headers | _identity(credentials), params=params,
+                proxy=credentials.proxy,
+            )  # fmt: skip
+            status, retry_after, text = await _sent(sending, f"{verb} {path}")
             if status == 401 and attempt == 0:
-                await self._renew(session)
+                await self._renew(credentials, session)
             elif status == 429 or status >= 500:
                 await asyncio.sleep(_pause_s(retry_after, attempt))
             else:
                 return _answer(status, text, f"{verb} {path}")
         raise ClusterError(f"{verb} {path}: the API server said {status} {_TRIES} times")
 
-    async def _send(
-        self, verb: str, path: str, content: bytes | None, headers: dict[str, str], params: dict[str, str] | None
-    ) -> tuple[int, str, str]:
-        url = self._credentials.server + path
-        try:
-            async with self._session.request(verb, url, data=content, headers=headers, params=params) as response:
-                return response.status, response.headers.get("Retry-After", ""), await response.text()
-        except (aiohttp.ClientError, TimeoutError) as error:
-            raise ClusterError(f"{verb} {path}: the API server does not answer ({error!r})") from error
+    async def _session_of(self, credentials: Credentials) -> aiohttp.ClientSession:
+        connection = replace(credentials, authorization=None)
+        async with self._connecting:
+            if self._session is None or self._connection != connection:
+                tls = await asyncio.to_thread(_tls, credentials)
+                await self._retire()
+                self._session, self._connection = _session(tls), connection
+            return self._session
 
-    async def _renew(self, refused: aiohttp.ClientSession) -> None:
-        """A pod's token is replaced in its file before it expires. Refused together, requests renew it once."""
-        if self._session is refused:
-            self._credentials = read_credentials()
-            self._session = _session(self._credentials)
-            await refused.close()
+    async def _renew(self, refused: Credentials, session: aiohttp.ClientSession) -> None:
+        """A certificate may have been replaced in its file, so the connections are new, too."""
+        await self.login.renew(refused)
+        async with self._connecting:
+            if self._session is session:
+                await self._retire()
+
+    async def _retire(self) -> None:
+        if self._session is not None:
+            before, self._retired, self._session = self._retired, self._session, None
+            if before is not None:
+                await before.close()
 
 
-def _session(credentials: Credentials) -> aiohttp.ClientSession:
-    headers = {"User-Agent": "pdserve-operator", "Accept": "application/json"}
-    if credentials.token:
-        headers["Authorization"] = f"Bearer {credentials.token}"
-    connector = aiohttp.TCPConnector(limit=_MAX_CONNECTIONS, ssl=credentials.tls())
+def _identity(credentials: Credentials) -> dict[str, str]:
+    return {"Authorization": credentials.authorization} if credentials.authorization else {}
+
+
+def _tls(credentials: Credentials) -> ssl.SSLContext:
+    try:
+        return credentials.tls()
+    except OSError as error:
+        raise ClusterError(
+            f"no cluster: the certificate or key for {credentials.server} is unusable ({error})"
+        ) from error
+
+
+def _session(tls: ssl.SSLContext) -> aiohttp.ClientSession:
+    headers = {"User-Agent": FIELD_MANAGER, "Accept": "application/json"}
+    connector = aiohttp.TCPConnector(limit=_MAX_CONNECTIONS, ssl=tls)
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=_TIMEOUT_S, sock_read=_TIMEOUT_S)
     return aiohttp.ClientSession(headers=headers, connector=connector, timeout=timeout)
+
+
+async def _sent(sending: AbstractAsyncContextManager[aiohttp.ClientResponse], what: str) -> tuple[int, str, str]:
+    """(status, Retry-After, text) of an answer."""
+    try:
+        async with sending as response:
+            return response.status, response.headers.get("Retry-After", ""), await response.text()
+    except (aiohttp.ClientError, TimeoutError) as error:
+        raise ClusterError(f"{what}: the API server does not answer ({error!r})") from error
 
 
 def _pause_s(retry_after: str, attempt: int) -> float:

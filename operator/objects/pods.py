@@ -18,7 +18,7 @@ from pdserve.operator.names import (
     selector,
 )
 from pdserve.operator.objects.overlay import apply_overlay
-from pdserve.operator.objects.process_settings import CLAIM_FOLDER, HOME, KEYS_FOLDER, transport
+from pdserve.operator.objects.process_settings import CLAIM_FOLDER, HOME, transport
 
 Json = dict[str, Any]
 
@@ -38,9 +38,6 @@ def gateway_template(spec: ServiceSpec, image: str, settings_name: str, redis_en
     """The gateway's pods: they spread over nodes."""
     gateway = spec.gateway
     mounts, volumes = _volumes(spec)
-    if gateway.api_keys:
-        mounts.append({"name": "api-keys", "mountPath": KEYS_FOLDER, "readOnly": True})
-        volumes.append({"name": "api-keys", "secret": {"secretName": gateway.api_keys.name}})
     container = _container(GATEWAY, image, settings_name, mounts, _GATEWAY_START_S, ENDPOINT_DELAY_S) | {
         "ports": [_port("http", API_PORT), _port("metrics", METRICS_PORT)],
         "env": [*redis_env, _field("PDS_ADVERTISE_HOST", "status.podIP"), *_fixed_env(spec)],

@@ -12,15 +12,12 @@ HOME = "/var/cache/pdserve"
 """Cache of downloaded and converted models in every container."""
 CLAIM_FOLDER = "/var/cache/models"
 """Where the claim of a pvc:// model is mounted."""
-KEYS_FOLDER = "/etc/pdserve"
-"""Where the file of API keys is mounted."""
 
 Value = str | int | float | bool | None
 
 
 def gateway_settings(spec: ServiceSpec, namespace: str, hold: tuple[int, float] | None) -> dict[str, str]:
-    """Of the gateway; `hold`: (requests, seconds) that are held while there are no workers."""
-    keys = spec.gateway.api_keys
+    """Settings of the gateway; `hold`: (requests, seconds) that are held while there are no workers."""
     return _texts(
         _shared(spec, namespace)
         | {
@@ -36,7 +33,6 @@ def gateway_settings(spec: ServiceSpec, namespace: str, hold: tuple[int, float] 
             "KV_LEASE_S": spec.lease_s,
             "TTFT_SLO_S": spec.ttft_s,
             "TPOT_SLO_S": spec.tpot_s,
-            "API_KEYS_FILE": f"{KEYS_FOLDER}/{keys.key}" if keys else None,
             "HOLD_REQUESTS": hold[0] if hold else None,
             "HOLD_TIMEOUT_S": hold[1] if hold else None,
         }
@@ -44,7 +40,7 @@ def gateway_settings(spec: ServiceSpec, namespace: str, hold: tuple[int, float] 
 
 
 def worker_settings(spec: ServiceSpec, namespace: str, role: str) -> dict[str, str]:
-    """Of one pool's workers."""
+    """Settings of one pool's workers."""
     pool = spec.pools[role]
     engine = pool.engine
     return _texts(
@@ -78,7 +74,7 @@ def transport(spec: ServiceSpec) -> str:
 
 
 def model_source(spec: ServiceSpec) -> str:
-    """As the setting MODEL takes it."""
+    """The model's source, written as the setting MODEL takes it."""
     model = spec.model
     if model.claim is not None:
         return "/".join([CLAIM_FOLDER, *model.source.removeprefix("pvc://").split("/")[1:]])
@@ -98,12 +94,11 @@ def _shared(spec: ServiceSpec, namespace: str) -> dict[str, Value]:
         "HOST": "0.0.0.0",  # noqa: S104  probes, peers and port-forward come by different addresses
         "METRICS_PORT": METRICS_PORT,
         "LOG_FORMAT": "json",
-        "OTLP_ENDPOINT": spec.otlp_endpoint,
     }
 
 
 def _texts(values: dict[str, Value]) -> dict[str, str]:
-    """Environment variables; settings that nobody sets are left to their own defaults."""
+    """Environment variables; a setting without a value is left to its own default."""
     return {f"PDS_{name}": _text(value) for name, value in values.items() if value is not None}
 
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from pdserve.operator.api.spec import ServiceSpec
-from pdserve.operator.cluster.live import Live
 from pdserve.operator.names import GATEWAY, POOLS, TEMPLATE_LABEL
 from pdserve.operator.objects.deployments import deployment, without_surge
 from pdserve.operator.objects.plan import Plan
 from pdserve.operator.sizing.rollout import PoolSeen, PoolStep, RolloutSeen
 from pdserve.operator.sizing.scaling import Observation, PoolLoad
+from pdserve.operator.status.live import Live
 from pdserve.operator.status.pods_seen import PodSeen
 from pdserve.operator.status.status import PoolCount
 
@@ -19,7 +18,7 @@ Json = dict[str, Any]
 
 
 def template_digest(made: Json) -> str:
-    """Of a Deployment that was built here."""
+    """Digest of the template of a Deployment that was built here."""
     return str(made["spec"]["template"]["metadata"]["labels"][TEMPLATE_LABEL])
 
 
@@ -34,13 +33,21 @@ def _load(live: Live, role: str) -> PoolLoad:
     return PoolLoad(live.replicas(role), ready, len(alive) - ready, len(live.of(role)) - len(alive))
 
 
-def rollout_seen(spec: ServiceSpec, plan: Plan, live: Live, wanted: Mapping[str, int], now_s: float) -> RolloutSeen:
-    """Input of a rollout's step."""
+def has_old_gateways(plan: Plan, live: Live) -> bool:
+    """Whether the gateway's Deployment, or a pod of it, is of another template than the plan's."""
+    if GATEWAY not in live.deployments:
+        return False
+    digest = template_digest(plan.gateway)
+    return live.template(GATEWAY) != digest or any(pod.template != digest for pod in live.of(GATEWAY))
+
+
+def rollout_seen(spec: ServiceSpec, plan: Plan, live: Live, now_s: float) -> RolloutSeen:
+    """Input of a rollout's step; `now_s`: wall clock."""
     digests = {role: template_digest(made) for role, made in plan.pools.items()}
     gateway = template_digest(plan.gateway)
     workers = [pod for role in POOLS for pod in live.alive(role)]
     return RolloutSeen(
-        pools={role: _pool_seen(live, role, digests[role], wanted[role], now_s) for role in POOLS},
+        pools={role: _pool_seen(live, role, digests[role], now_s) for role in POOLS},
         is_compatible=all(pod.signature == plan.signature for pod in workers),
         num_old_gateways=sum(pod.template != gateway for pod in live.of(GATEWAY)),
         pod_budget=_budget(spec),
@@ -57,12 +64,12 @@ def _budget(spec: ServiceSpec) -> int | None:
     return min((limit for limit in limits if limit is not None), default=None)
 
 
-def _pool_seen(live: Live, role: str, digest: str, wanted: int, now_s: float) -> PoolSeen:
+def _pool_seen(live: Live, role: str, digest: str, now_s: float) -> PoolSeen:
     new = [pod for pod in live.alive(role) if pod.template == digest]
     old = [pod for pod in live.alive(role) if pod.template != digest]
     exists = role in live.deployments
     return PoolSeen(
-        wanted=wanted,
+        wanted=live.replicas(role) or 0,
         exists=exists,
         is_current=exists and live.template(role) == digest,
         new_total=len(new),
@@ -86,7 +93,7 @@ def apply_step(service: str, role: str, made: Json, step: PoolStep) -> Json:
 
 
 def pool_count(live: Live, role: str, made: Json, wanted: int) -> PoolCount:
-    """For the status."""
+    """How many workers a pool has, as the status shows it."""
     alive = live.alive(role)
     ready = [pod for pod in alive if pod.is_ready]
     updated = sum(pod.template == template_digest(made) for pod in ready)

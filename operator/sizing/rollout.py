@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from pdserve.operator.names import DECODE, POOLS, PREFILL
+from pdserve.operator.status.reasons import Reason
 
 UNSCHEDULABLE_S = 60.0
 """A new pod without a node for this long: there is no room for a surge."""
@@ -92,8 +93,8 @@ class RolloutStep:
 
     pools: dict[str, PoolStep]
     holds_gateway: bool
-    reason: str
-    """Complete, Starting, RollingOut or NoRoomToSurge."""
+    reason: Reason
+    """COMPLETE, STARTING, ROLLING_OUT or NO_ROOM_TO_SURGE."""
     message: str
 
 
@@ -101,7 +102,7 @@ def next_step(seen: RolloutSeen) -> RolloutStep:
     """The next step; the same again until something has changed."""
     if not any(_is_rolling(pool) for pool in seen.pools.values()):
         is_complete = all(pool.is_complete for pool in seen.pools.values())
-        reason, message = ("Complete", "Every worker is of the newest template.") if is_complete else _STARTING
+        reason, message = _COMPLETE if is_complete else _STARTING
         return RolloutStep({role: PoolStep() for role in POOLS}, False, reason, message)
     surges = _surges(seen)
     movers = _movers(seen, surges)
@@ -110,11 +111,12 @@ def next_step(seen: RolloutSeen) -> RolloutStep:
         pool.new_ready < ceil(pool.wanted / 2) for pool in seen.pools.values()
     )
     if _is_stuck(seen, surges, movers):
-        return RolloutStep(steps, holds_gateway, "NoRoomToSurge", _NO_ROOM)
-    return RolloutStep(steps, holds_gateway, "RollingOut", "Workers of the newest template replace older ones.")
+        return RolloutStep(steps, holds_gateway, Reason.NO_ROOM_TO_SURGE, _NO_ROOM)
+    return RolloutStep(steps, holds_gateway, Reason.ROLLING_OUT, "Workers of the newest template replace older ones.")
 
 
-_STARTING = ("Starting", "Workers start.")
+_COMPLETE = (Reason.COMPLETE, "Every worker is of the newest template.")
+_STARTING = (Reason.STARTING, "Workers start.")
 _NO_ROOM = (
     "There is no room for a second worker beside the only one of a pool: free a node or raise the budget, or set "
     "rollout.allowDowntime to replace it all the same. The previous revision keeps serving."
@@ -172,7 +174,7 @@ def _keeps_a_pair(pool: PoolSeen, other: PoolSeen, seen: RolloutSeen) -> bool:
 
 
 def _is_in_step(pool: PoolSeen, other: PoolSeen, seen: RolloutSeen) -> bool:
-    """Not further ahead than max_skew; a pool that is complete but for its last worker waits for nobody's share."""
+    """Not further ahead than max_skew; a pool whose share of new workers is the smaller one never waits for this."""
     if not _is_rolling(other):
         return True
     ahead = (pool.new_ready + 1) / max(1, pool.wanted) - min(1.0, other.share)

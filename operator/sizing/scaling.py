@@ -49,6 +49,11 @@ class Decision:
         """Whether something has to be done."""
         return self.current != self.wanted
 
+    @property
+    def is_resize(self) -> bool:
+        """Whether a pool that existed before has been given another size."""
+        return self.is_change and self.is_applied and self.current is not None
+
 
 @dataclass(frozen=True)
 class ScalingState:
@@ -62,7 +67,7 @@ class ScalingState:
 def decide(
     observation: Observation, spec: ServiceSpec, policy: Policy, state: ScalingState, now_s: float
 ) -> tuple[list[Decision], ScalingState]:
-    """One decision for each pool that somebody here decides on.
+    """One decision for each pool whose size is decided here.
 
     Load counts once per interval, so [] is returned in between; what people change counts at once. With scaling Off
     and no `replicas` nothing but a pool's first size is ever decided: an HPA, KEDA or a person owns the number.

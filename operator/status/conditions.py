@@ -6,32 +6,34 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from pdserve.operator.status.reasons import Reason
+
 Json = dict[str, Any]
 
 _MAX_MESSAGE = 1000
-"""Characters. Object sizes are limited, and somebody else's error text may be long."""
+"""Characters of a message. Object sizes are limited, and an error text of another program may be long."""
 
 
 @dataclass(frozen=True)
 class Condition:
-    """One condition, without its times."""
+    """One condition of a status, without its times."""
 
     type: str
     status: bool | None
-    """None is Unknown."""
-    reason: str
+    """None when it cannot be told (`Unknown` in the API)."""
+    reason: Reason
     message: str
 
     @property
     def status_text(self) -> str:
-        """As the API writes it."""
+        """The status as the API writes it."""
         return "Unknown" if self.status is None else str(self.status)
 
 
 def merge_conditions(
     previous: Iterable[Json], conditions: Iterable[Condition], generation: int, now: str
 ) -> list[Json]:
-    """As the API stores them; `lastTransitionTime` is kept while the status is the same."""
+    """Conditions as the API stores them; `lastTransitionTime` is kept while the status is the same."""
     before = {condition["type"]: condition for condition in previous}
     return [_merged(before.get(condition.type), condition, generation, now) for condition in conditions]
 
@@ -45,7 +47,7 @@ def transitions(before: Iterable[Json], after: Iterable[Json]) -> list[Json]:
 
 
 def shorten(message: str) -> str:
-    """At most as long as a message may be."""
+    """The message, cut to the length that a message may have."""
     return message if len(message) <= _MAX_MESSAGE else message[: _MAX_MESSAGE - 1] + "…"
 
 

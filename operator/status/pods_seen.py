@@ -9,13 +9,23 @@ from dataclasses import dataclass
 from typing import Any
 
 from pdserve.operator.names import METRICS_PORT, ROLE_LABEL, SIGNATURE_LABEL, TEMPLATE_LABEL
+from pdserve.operator.status.reasons import Reason
 
 Json = dict[str, Any]
 
 
 @dataclass(frozen=True)
+class Problem:
+    """Something that keeps a pod from being ready, for programs and for people."""
+
+    reason: Reason
+    message: str
+    """One sentence, which says what to do where a user can do something."""
+
+
+@dataclass(frozen=True)
 class PodSeen:
-    """One pod."""
+    """One pod, reduced to what the operator decides by."""
 
     name: str
     role: str
@@ -27,9 +37,9 @@ class PodSeen:
     has_started: bool
     """Its startup probe has passed once, and it has not crashed since."""
     unschedulable_since_s: float | None
-    """Wall clock; None when it has a node or nobody has tried yet."""
-    problem: tuple[str, str] | None
-    """(reason, sentence) when something must be done; None when it is fine or on its way."""
+    """Wall clock; None when it has a node, or the scheduler has not tried yet."""
+    problem: Problem | None
+    """What the API server says is wrong with it; None when it is fine or on its way."""
     ip: str
     created_s: float
 
@@ -71,10 +81,10 @@ def _seen(pod: Json) -> PodSeen:
     )
 
 
-def _problem(pod: Json, unscheduled: Json | None, containers: list[Json]) -> tuple[str, str] | None:
+def _problem(pod: Json, unscheduled: Json | None, containers: list[Json]) -> Problem | None:
     name = pod["metadata"]["name"]
     if unscheduled is not None:
-        return "Unschedulable", f"no node can take a pod: {unscheduled.get('message', '')}"
+        return Problem(Reason.UNSCHEDULABLE, f"no node can take a pod: {unscheduled.get('message', '')}")
     for container in containers:
         waiting = container.get("state", {}).get("waiting", {})
         found = _waiting_problem(name, waiting.get("reason", ""), waiting.get("message", ""), container)
@@ -83,18 +93,21 @@ def _problem(pod: Json, unscheduled: Json | None, containers: list[Json]) -> tup
     return None
 
 
-def _waiting_problem(pod: str, reason: str, message: str, container: Json) -> tuple[str, str] | None:
+def _waiting_problem(pod: str, reason: str, message: str, container: Json) -> Problem | None:
     if reason == "CreateContainerConfigError":
-        kind = "MissingSecret" if "secret" in message.lower() else "MissingConfig"
-        return kind, f"{message}: create it with the named key, and the pods start by themselves"
+        # The kubelet gives one reason for both, and names what is missing in its message alone.
+        missing = Reason.MISSING_SECRET if "secret" in message.lower() else Reason.MISSING_CONFIG
+        return Problem(missing, f"{message}: create it with the named key, and the pods start by themselves")
     if reason in ("ErrImagePull", "ImagePullBackOff", "InvalidImageName"):
         image = container.get("image", "")
-        return "ImagePullFailed", f"image {image} cannot be pulled: check spec.image and spec.imagePullSecrets"
+        message = f"image {image} cannot be pulled: check spec.image and spec.imagePullSecrets"
+        return Problem(Reason.IMAGE_PULL_FAILED, message)
     if reason == "CrashLoopBackOff":
         ended = container.get("lastState", {}).get("terminated", {})
         words = (ended.get("message") or ended.get("reason") or "").strip().splitlines()
         last = f" ({words[-1]})" if words else ""
         code = ended.get("exitCode", "?")
         role = pod.rsplit("-", 2)[0]
-        return "CrashLooping", f"{role} exits with {code}{last}: kubectl logs --previous deployment/{role}"
+        message = f"{role} exits with {code}{last}: kubectl logs --previous deployment/{role}"
+        return Problem(Reason.CRASH_LOOPING, message)
     return None

@@ -10,13 +10,15 @@ from pdserve.operator.api.status_schema import MAX_DECISIONS
 from pdserve.operator.names import DECODE, GATEWAY, POOLS, PREFILL, REDIS
 from pdserve.operator.status.conditions import Condition, merge_conditions
 from pdserve.operator.status.health import Health
+from pdserve.operator.status.pods_seen import Problem
+from pdserve.operator.status.reasons import Reason
 
 Json = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class PoolCount:
-    """Workers of one pool."""
+    """Numbers of workers of one pool."""
 
     desired: int
     ready: int
@@ -30,15 +32,15 @@ class StatusFacts:
     """Everything a status says, but its times."""
 
     health: Mapping[str, Health]
-    """By role; without redis when it is somebody else's."""
+    """Verdicts by role; without redis when the operator does not run it."""
     pools: Mapping[str, PoolCount]
-    rollout_reason: str
+    rollout_reason: Reason
     rollout_message: str
     scaling: Condition
     signature: str
     url: str
-    surge_problem: tuple[str, str] | None
-    """Of a new pod during a rollout."""
+    surge_problem: Problem | None
+    """What is wrong with a new pod during a rollout."""
     new_decisions: tuple[Json, ...] = ()
 
 
@@ -65,7 +67,7 @@ def service_status(previous: Json, facts: StatusFacts, generation: int, now: str
     return status | ({"decisions": decisions} if decisions else {})
 
 
-def refused_status(previous: Json, reason: str, message: str, generation: int, now: str) -> Json:
+def refused_status(previous: Json, reason: Reason, message: str, generation: int, now: str) -> Json:
     """The status of a spec that cannot be served: everything else is said as it last was, and keeps running."""
     runs = bool(previous.get("pools"))
     kept = " The last good state keeps running." if runs else ""
@@ -83,9 +85,9 @@ def _ready(facts: StatusFacts) -> Condition:
     if not_ready:
         worst = min(not_ready, key=lambda health: not health.is_broken)
         return Condition("Ready", False, worst.reason, worst.message)
-    if facts.rollout_reason != "Complete":
+    if facts.rollout_reason != Reason.COMPLETE:
         return Condition("Ready", False, facts.rollout_reason, facts.rollout_message)
-    return Condition("Ready", True, "Ready", "Gateway, prefill and decode workers are ready.")
+    return Condition("Ready", True, Reason.READY, "Gateway, prefill and decode workers are ready.")
 
 
 def _role_condition(role: str, health: Health) -> Condition:
@@ -93,16 +95,16 @@ def _role_condition(role: str, health: Health) -> Condition:
 
 
 def _transfer(facts: StatusFacts) -> Condition:
-    failing = next((h for h in facts.health.values() if h.reason == "TransfersFailing"), None)
+    failing = next((h for h in facts.health.values() if h.reason == Reason.TRANSFERS_FAILING), None)
     if failing is not None:
         return Condition("TransferHealthy", False, failing.reason, failing.message)
     if not all(facts.pools[role].ready for role in POOLS):
-        return Condition("TransferHealthy", None, "NoPair", "There is no pair of workers to tell.")
-    return Condition("TransferHealthy", True, "Ready", "Every ready worker reports a usable transport.")
+        return Condition("TransferHealthy", None, Reason.NO_PAIR, "No pair of prefill and decode workers is ready.")
+    return Condition("TransferHealthy", True, Reason.READY, "Every ready worker reports a usable transport.")
 
 
 def _progressing(facts: StatusFacts) -> Condition:
-    is_moving = facts.rollout_reason in ("RollingOut", "Starting")
+    is_moving = facts.rollout_reason in (Reason.ROLLING_OUT, Reason.STARTING)
     return Condition("Progressing", is_moving, facts.rollout_reason, facts.rollout_message)
 
 
@@ -112,11 +114,9 @@ def _degraded(facts: StatusFacts) -> Condition:
         if health is not None and health.is_broken:
             return Condition("Degraded", True, health.reason, health.message)
     if facts.surge_problem is not None:
-        reason, message = facts.surge_problem
-        return Condition(
-            "Degraded", True, reason, f"new pods: {message.rstrip(chr(46))}. The previous revision keeps serving."
-        )
-    return Condition("Degraded", False, "AsExpected", "Nothing needs attention.")
+        message = f"new pods: {facts.surge_problem.message.rstrip('.')}. The previous revision keeps serving."
+        return Condition("Degraded", True, facts.surge_problem.reason, message)
+    return Condition("Degraded", False, Reason.AS_EXPECTED, "Nothing needs attention.")
 
 
 def _pool(count: PoolCount) -> Json:

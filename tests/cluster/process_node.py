@@ -27,8 +27,9 @@ from cluster.network import NODE_IP
 from cluster.pod_sandbox import NotYetError, Sandbox
 from cluster.process_container import Container, now
 from pdserve.local.redis_server import find_server_binary
-from pdserve.operator.cluster.credentials import ClusterError, read_credentials
+from pdserve.operator.cluster.credentials import ClusterError
 from pdserve.operator.cluster.kube import GoneError, Kube, path_of
+from pdserve.operator.cluster.login import ClusterLogin
 
 Json = dict[str, Any]
 
@@ -260,7 +261,7 @@ async def _main() -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    kube = Kube(read_credentials())
+    kube = Kube(ClusterLogin())
     started_s = time.monotonic()
     await Node(kube, options.folder, options).run(stop)
     await kube.close()

@@ -28,6 +28,8 @@ BAD_SPECS: list[tuple[Json, str]] = [
     ({"spec": {"transfer": {"portRange": "10000-10064"}}}, said.BAD_PORT_RANGE),
     ({"spec": {"ratio": {"min": 2.5, "max": 1}}}, said.RATIO_ORDER),
     ({"spec": {"model": {"source": "demo", "revision": "main"}}}, said.REVISION_NEEDS_HUB),
+    ({"spec": {"gateway": {"apiKeysSecretRef": {"name": "keys", "key": "keys.json"}}}}, said.NO_API_KEYS),
+    ({"spec": {"observability": {"otlpEndpoint": "http://collector:4318"}}}, said.NO_SPANS),
     ({"name": "9lives"}, said.BAD_NAME),
     ({"name": "a" * 46}, said.BAD_NAME),
 ]

@@ -26,10 +26,6 @@ def test_ten_lines_have_a_default_for_everything_else() -> None:
     assert spec.scaling == "Auto"
 
 
-def test_max_is_min_when_left_out() -> None:
-    assert read_service(service(MINIMAL | {"prefill": {"min": 3}})).pools["prefill"].max == 3
-
-
 @pytest.mark.parametrize(("change", "sentence"), BAD_SPECS)
 def test_a_broken_rule_is_refused_with_its_sentence(change: dict[str, Any], sentence: str) -> None:
     name = change.get("name", "chat")
@@ -70,8 +66,7 @@ def test_null_means_left_out() -> None:
 
 def test_the_default_policy_is_an_empty_one() -> None:
     policy = read_policy({})
-    assert (policy.interval_s, policy.stabilization_down_s, policy.zero_after_s) == (5.0, 300.0, 600.0)
-    assert policy.utilization == {"prefill": 0.7, "decode": 0.8}
+    assert (policy.interval_s, policy.hold_requests, policy.hold_timeout_s) == (5.0, 100, 120.0)
 
 
 def test_a_policy_that_asks_prometheus_needs_its_url() -> None:

@@ -7,10 +7,10 @@ from typing import Any
 from pdserve.operator.api.durations import seconds
 from pdserve.operator.api.policy import read_policy
 from pdserve.operator.api.spec import read_service
-from pdserve.operator.sizing.scaler import needs_owner_of_replicas
 from pdserve.operator.sizing.scaling import Observation, PoolLoad, ScalingState, decide
 from pdserve.operator.sizing.victims import load_of, victims
 from pdserve.operator.status.pods_seen import PodSeen
+from pdserve.readiness import Readiness, ReadyLoad, ReadyReason, read_readiness
 
 POLICY = read_policy({})
 
@@ -61,31 +61,20 @@ def pod(name: str, *, is_ready: bool = True) -> PodSeen:
 
 def test_starting_pods_go_first_then_the_least_loaded_and_silent_ones_last() -> None:
     pods = [pod("busy"), pod("silent"), pod("idle"), pod("starting", is_ready=False)]
-    loads = {"busy": 90.0, "idle": 1.0}
-    assert [p.name for p in victims(pods, loads, 4)] == ["starting", "idle", "busy", "silent"]
+    answers = {"busy": with_load(num_used_blocks=90), "idle": with_load(num_running=1)}
+    assert [p.name for p in victims(pods, answers, 4)] == ["starting", "idle", "busy", "silent"]
 
 
-def test_load_counts_blocks_in_use_and_sequences() -> None:
-    metrics = """# HELP pd_kv_blocks KV blocks by state.
-pd_kv_blocks{state="free"} 100.0
-pd_kv_blocks{state="cached"} 20.0
-pd_kv_blocks{state="owned"} 7.0
-pd_kv_blocks{state="leased"} 2.0
-pd_num_requests_running 3.0
-pd_num_requests_waiting 1.0
-"""
-    assert load_of(metrics) == 13.0
+def with_load(**numbers: int) -> Readiness:
+    return Readiness(ready=True, reason=ReadyReason.READY, message="…", load=ReadyLoad(**numbers))
 
 
-def test_a_number_that_only_the_main_manager_owns_would_be_lost() -> None:
-    def live(*managers: str) -> dict[str, Any]:
-        fields = [{"manager": name, "fieldsV1": {"f:spec": {"f:replicas": {}}}} for name in managers]
-        return {"metadata": {"managedFields": fields}}
+def test_load_counts_blocks_in_use_and_sequences_of_whatever_state() -> None:
+    assert load_of(with_load(num_used_blocks=9, num_running=3, num_waiting=1)) == 13.0
 
-    assert not needs_owner_of_replicas(live()), "a default belongs to nobody, and stays"
-    assert needs_owner_of_replicas(live("pdserve-operator"))
-    assert not needs_owner_of_replicas(live("pdserve-operator", "pdserve-scaling"))
-    assert not needs_owner_of_replicas(live("kubectl"))
+
+def test_a_worker_that_does_not_tell_its_load_counts_as_fully_loaded() -> None:
+    assert load_of(None) == load_of(read_readiness(b"ok")) == float("inf")
 
 
 def test_durations_add_up() -> None:

@@ -9,15 +9,17 @@ import pytest
 from pdserve.operator.status.conditions import Condition, merge_conditions, shorten, transitions
 from pdserve.operator.status.health import Health, role_health
 from pdserve.operator.status.pods_seen import PodSeen, seen
+from pdserve.operator.status.reasons import Reason
 from pdserve.operator.status.status import PoolCount, StatusFacts, refused_status, service_status
+from pdserve.readiness import Readiness, ReadyReason, read_readiness
 
 Json = dict[str, Any]
 NOW, LATER = "2026-01-31T12:00:00Z", "2026-01-31T13:00:00Z"
-READY = Health(True, "Ready", "All pods are ready.")
-SCALING = Condition("ScalingActive", True, "Auto", "…")
+READY = Health(True, Reason.READY, "All pods are ready.")
+SCALING = Condition("ScalingActive", True, Reason.AUTO, "…")
 
 
-def facts(rollout: str = "Complete", **health: Health) -> StatusFacts:
+def facts(rollout: Reason = Reason.COMPLETE, **health: Health) -> StatusFacts:
     return StatusFacts(
         health={"gateway": READY, "prefill": READY, "decode": READY, "redis": READY} | health,
         pools={role: PoolCount(2, 2, 0, 0, 2) for role in ("prefill", "decode")},
@@ -54,7 +56,7 @@ def pod(**changes: Any) -> Json:
 
 
 def health_of(
-    *pods: Json, wanted: int = 1, answers: dict[str, str] | None = None, deployment: Json | None = None
+    *pods: Json, wanted: int = 1, answers: dict[str, Readiness] | None = None, deployment: Json | None = None
 ) -> Health:
     records: list[PodSeen] = seen(pods)
     return role_health("decode", wanted, deployment, records, answers or {}, records[0].created_s if records else 0.0)
@@ -67,10 +69,10 @@ def test_the_same_facts_give_the_same_status() -> None:
 
 def test_ready_needs_the_newest_revision_everywhere() -> None:
     assert condition(service_status({}, facts(), 1, NOW), "Ready")["status"] == "True"
-    rolling = service_status({}, facts("RollingOut"), 1, NOW)
+    rolling = service_status({}, facts(Reason.ROLLING_OUT), 1, NOW)
     assert condition(rolling, "Ready")["status"] == "False"
     assert condition(rolling, "Progressing")["status"] == "True"
-    stuck = service_status({}, facts("NoRoomToSurge"), 1, NOW)
+    stuck = service_status({}, facts(Reason.NO_ROOM_TO_SURGE), 1, NOW)
     assert (condition(stuck, "Progressing")["status"], condition(stuck, "Progressing")["reason"]) == (
         "False", "NoRoomToSurge"
     )  # fmt: skip
@@ -84,34 +86,34 @@ def test_the_columns_have_what_they_show() -> None:
 
 def test_a_broken_role_comes_before_one_that_only_starts() -> None:
     status = service_status(
-        {}, facts(gateway=Health(False, "Starting", "…"), decode=Health(False, "CrashLooping", "…")), 1, NOW
+        {}, facts(gateway=Health(False, Reason.STARTING, "…"), decode=Health(False, Reason.CRASH_LOOPING, "…")), 1, NOW
     )
     assert condition(status, "Ready")["reason"] == "CrashLooping"
     assert condition(status, "Degraded")["status"] == "True"
 
 
 def test_transition_times_change_with_the_status_alone() -> None:
-    before = merge_conditions([], [Condition("Ready", False, "Starting", "a")], 1, NOW)
-    other_reason = merge_conditions(before, [Condition("Ready", False, "CrashLooping", "b")], 2, LATER)
+    before = merge_conditions([], [Condition("Ready", False, Reason.STARTING, "a")], 1, NOW)
+    other_reason = merge_conditions(before, [Condition("Ready", False, Reason.CRASH_LOOPING, "b")], 2, LATER)
     assert other_reason[0]["lastTransitionTime"] == NOW
     assert transitions(before, other_reason) == other_reason
-    ready = merge_conditions(other_reason, [Condition("Ready", True, "Ready", "c")], 2, LATER)
+    ready = merge_conditions(other_reason, [Condition("Ready", True, Reason.READY, "c")], 2, LATER)
     assert ready[0]["lastTransitionTime"] == LATER
 
 
 def test_a_refused_spec_keeps_what_is_known_of_the_last_good_one() -> None:
     good = service_status({}, facts(), 1, NOW)
-    refused = refused_status(good, "InvalidSpec", "min is above max.", 2, LATER)
+    refused = refused_status(good, Reason.INVALID_SPEC, "min is above max.", 2, LATER)
     assert refused["pools"] == good["pools"]
     assert condition(refused, "Ready") == condition(good, "Ready")
     assert condition(refused, "Degraded")["message"].endswith("The last good state keeps running.")
-    assert refused_status(refused, "InvalidSpec", "min is above max.", 2, LATER) == refused
+    assert refused_status(refused, Reason.INVALID_SPEC, "min is above max.", 2, LATER) == refused
 
 
 def test_a_megabyte_of_error_text_does_not_grow_an_object() -> None:
     status: Json = {}
     for _ in range(50):
-        status = refused_status(status, "InvalidSpec", "x" * 1_000_000, 1, NOW)
+        status = refused_status(status, Reason.INVALID_SPEC, "x" * 1_000_000, 1, NOW)
     assert len(str(status)) < 20_000
     assert len(shorten("y" * 5000)) == 1000
 
@@ -151,12 +153,54 @@ def test_no_node_is_no_capacity() -> None:
     assert "Insufficient nvidia.com/gpu" in health.message
 
 
-def test_what_a_worker_says_of_itself_names_the_cause() -> None:
+@pytest.mark.parametrize(
+    ("said", "reason", "is_broken"),
+    [
+        (ReadyReason.STARTING, "Starting", False),
+        (ReadyReason.BUS_UNREACHABLE, "RedisUnavailable", True),
+        (ReadyReason.NO_TRANSPORT, "TransfersFailing", True),
+        (ReadyReason.STEP_HANGS, "StepHangs", True),
+        (ReadyReason.NO_WORKERS, "Starting", False),
+        (ReadyReason.DRAINING, "Draining", False),
+        (ReadyReason.UNKNOWN, "Unknown", False),
+    ],
+)
+def test_the_reason_that_a_pod_gives_decides_and_its_message_is_shown(
+    said: ReadyReason, reason: str, is_broken: bool
+) -> None:
     waiting = pod()
-    name = waiting["metadata"]["name"]
-    assert health_of(waiting, answers={name: "the bus does not answer"}).reason == "RedisUnavailable"
-    assert health_of(waiting, answers={name: "the last 9 KV transfers failed"}).reason == "TransfersFailing"
-    assert health_of(waiting).reason == "Starting"
+    answer = Readiness(ready=False, reason=said, message="Nothing of this sentence decides.")
+    health = health_of(waiting, answers={waiting["metadata"]["name"]: answer})
+    assert (health.reason, health.message) == (reason, "decode: Nothing of this sentence decides.")
+    assert health.is_broken == is_broken
+
+
+def test_every_reason_of_a_process_that_is_not_ready_has_one_of_a_condition() -> None:
+    for said in set(ReadyReason) - {ReadyReason.READY}:
+        waiting = pod()
+        answer = Readiness(ready=False, reason=said, message="…")
+        assert health_of(waiting, answers={waiting["metadata"]["name"]: answer}).message == "decode: …"
+
+
+def test_a_pod_whose_answer_has_no_known_form_is_not_judged_by_its_words() -> None:
+    waiting = pod()
+    answer = read_readiness(b"the bus does not answer, and a transfer failed")
+    assert health_of(waiting, answers={waiting["metadata"]["name"]: answer}).reason == "Unknown"
+
+
+def test_a_quota_is_told_before_what_passes_by_itself() -> None:
+    failure = {"type": "ReplicaFailure", "status": "True", "message": "exceeded quota"}
+    waiting = pod()
+    answer = Readiness(ready=False, reason=ReadyReason.STARTING, message="…")
+    health = health_of(
+        waiting, wanted=2, answers={waiting["metadata"]["name"]: answer},
+        deployment={"status": {"conditions": [failure]}},
+    )  # fmt: skip
+    assert health.reason == "CannotCreatePods"
+
+
+def test_a_pod_that_has_not_been_asked_is_starting() -> None:
+    assert health_of(pod()).reason == "Starting"
 
 
 def test_refused_pods_are_not_waited_for() -> None:
@@ -165,5 +209,5 @@ def test_refused_pods_are_not_waited_for() -> None:
     assert health.reason == "CannotCreatePods"
 
 
-def test_a_pool_of_nobody_is_ready() -> None:
-    assert health_of(wanted=0) == Health(True, "ScaledToZero", "No decode pod is wanted.")
+def test_a_pool_of_none_is_ready() -> None:
+    assert health_of(wanted=0) == Health(True, Reason.SCALED_TO_ZERO, "No decode pod is wanted.")

@@ -5,17 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 from pdserve.operator.cluster.kube import Kube, path_of
-from pdserve.operator.cluster.live import Live, PodAnswers
+from pdserve.operator.cluster.pod_answers import PodAnswers
 from pdserve.operator.facts import Owner
 from pdserve.operator.names import DELETION_COST_ANNOTATION, FIELD_MANAGER, SCALING_MANAGER, child
 from pdserve.operator.sizing.scaling import Decision
 from pdserve.operator.sizing.victims import FIRST_COST, victims
+from pdserve.operator.status.live import Live
 
 Json = dict[str, Any]
 
 
 class Scaler:
-    """Of one service."""
+    """Sets the sizes of one service's pools."""
 
     def __init__(self, kube: Kube, owner: Owner, answers: PodAnswers, *, honours_deletion_cost: bool) -> None:
         self._kube, self._owner, self._answers = kube, owner, answers
@@ -26,7 +27,7 @@ class Scaler:
         alive = live.alive(decision.pool)
         surplus = max(0, (decision.current or 0) - decision.wanted)
         if surplus:
-            chosen = victims(alive, await self._answers.loads(alive), surplus)
+            chosen = victims(alive, await self._answers.readiness(alive), surplus)
             for rank, pod in enumerate(chosen):
                 await self._mark(pod.name, FIRST_COST + rank)
             if not self._honours_deletion_cost:
@@ -48,7 +49,7 @@ class Scaler:
 
 
 def needs_owner_of_replicas(deployment: Json) -> bool:
-    """Whether nobody but the main field manager owns `spec.replicas`: its next apply would reset the number to 1."""
+    """Whether the main field manager alone owns `spec.replicas`: its next apply would reset the number to 1."""
     owners = {
         entry.get("manager")
         for entry in deployment["metadata"].get("managedFields", [])
