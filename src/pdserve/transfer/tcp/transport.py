@@ -23,7 +23,7 @@ from pdserve.transfer.descriptor import check_compatible, check_intact, seal
 from pdserve.transfer.memory import BlockMemory
 from pdserve.transfer.tcp.grants import Grants
 from pdserve.transfer.tcp.reader import PeerReader, TcpRead
-from pdserve.transfer.tcp.server import BlockServer
+from pdserve.transfer.tcp.server import BlockServer, open_listener
 from pdserve.transfer.tcp.wire import TcpPayload
 
 
@@ -68,9 +68,9 @@ class TcpTransport:
         """See `Transport.register`."""
         assert self._server is None, "register is called once"
         self._memory = BlockMemory(kv_cache)
-        identity = WorkerRef(worker_id, generation)
-        self._server = BlockServer(self._memory, self._grants, identity, kv_signature, host=self._host, port=self._port)
-        payload = TcpPayload(host=self._advertise_host, port=self._server.port)
+        listener, identity = open_listener(self._host, self._port), WorkerRef(worker_id, generation)
+        payload = TcpPayload(host=self._advertise_host, port=listener.getsockname()[1])
+        self._server = BlockServer(self._memory, self._grants, identity, kv_signature, listener)
         self._own = seal(
             Descriptor(
                 backend=self.name,
