@@ -17,6 +17,7 @@ from pdserve.transfer.digest import block_digests
 from pdserve.transfer.nixl.transport import NixlTransport
 from pdserve.transfer.pulls.pull import PullRequest
 from pdserve.transfer.pulls.puller import Puller
+from pdserve.transfer.pulls.quarantine import QuarantineLimits
 
 NONCE = "nonce-of-a-hand-off"
 BLOCK_BYTES = 64 * 1024
@@ -371,7 +372,7 @@ def test_a_callback_that_raises_harms_nobody(pulling, peer, caplog):
 
 
 def test_closing_ends_every_request_and_refuses_new_ones(local, peer):
-    pulling = Pulling(local, drain_s=0.3)
+    pulling = Pulling(local, limits=QuarantineLimits(drain_s=0.3))
     pulling.faults.put({"pull_delay_s": 30})
     tickets = {pulling.submit(peer, [1], [1], within_s=60) for _ in range(3)}
     pulling.puller.close()
@@ -384,7 +385,7 @@ def test_closing_ends_every_request_and_refuses_new_ones(local, peer):
 
 
 def test_closing_is_a_fence_for_reads_from_a_frozen_peer(local, spawn_peer):
-    pulling = Pulling(local, drain_s=0.2)
+    pulling = Pulling(local, limits=QuarantineLimits(drain_s=0.2))
     frozen = spawn_peer().expect_all()
     assert pulling.pull(frozen, [0], [0]).ok
     frozen.freeze()

@@ -19,8 +19,9 @@ class Aside:
 
 @pytest.fixture
 def slow_device():
-    scene = Scene()
-    scene.aside = scene.rounds._verify_aside = Aside()
+    aside = Aside()
+    scene = Scene(verify_aside=aside)
+    scene.aside = aside
     return scene
 
 

@@ -16,7 +16,7 @@ from pdserve.errors import TransferError
 from pdserve.reasons import TransferReason
 from pdserve.registration import WorkerRef
 from pdserve.transfer.base import Descriptor
-from pdserve.transfer.nixl.agent import NixlAgent, Region
+from pdserve.transfer.nixl.agent import NativeList, NativeRead, NixlAgent, Region
 from pdserve.transfer.nixl.payload import NixlPayload
 
 TOKEN_BYTES = 16
@@ -30,13 +30,13 @@ class NixlPeer:
 
     descriptor: Descriptor
     payload: NixlPayload
-    blocks: int
+    blocks: NativeList
     """The agent's list of the peer's blocks."""
-    token: int
+    token: NativeList
     """The agent's list of one piece: the peer's token."""
     slot: int
     """Scratch that the wire-up READ writes to."""
-    wire_up: int | None
+    wire_up: NativeRead | None
     """The wire-up READ, until it ended."""
     deadline_s: float
     """When the answer to the wire-up READ is overdue."""

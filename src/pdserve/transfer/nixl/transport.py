@@ -20,10 +20,10 @@ import torch
 from pdserve.errors import TransferError
 from pdserve.reasons import TransferReason
 from pdserve.registration import WorkerRef
-from pdserve.transfer.base import Descriptor, PullResult, PullState, Transport, wait_connected
+from pdserve.transfer.base import Descriptor, Handle, PullResult, PullState, Transport, wait_connected
 from pdserve.transfer.descriptor import check_compatible, check_intact, seal
 from pdserve.transfer.memory import bytes_view
-from pdserve.transfer.nixl.agent import NixlAgent, prepare_environment
+from pdserve.transfer.nixl.agent import NativeRead, NixlAgent, prepare_environment
 from pdserve.transfer.nixl.cma import allow_readers
 from pdserve.transfer.nixl.payload import NixlPayload, decode_payload, encode_payload, has_rdma, node_id, one_sided_ways
 from pdserve.transfer.nixl.peers import TOKEN_BYTES, NixlPeer, NixlPeers, block_regions, region_of
@@ -31,8 +31,8 @@ from pdserve.transfer.nixl.peers import TOKEN_BYTES, NixlPeer, NixlPeers, block_
 
 @dataclass(slots=True, eq=False)
 class _Read:
-    handle: int
-    native: int
+    handle: Handle
+    native: NativeRead
     peer: NixlPeer
     num_bytes: int
     deadline_s: float
@@ -75,7 +75,7 @@ class NixlTransport:
         self._token = np.frombuffer(secrets.token_bytes(TOKEN_BYTES), dtype=np.uint8).copy()
         self._peers: NixlPeers | None = None
         """Peers of the agent that is alive; None before `register`, and when an agent could not be recreated."""
-        self._reads: dict[int, _Read] = {}
+        self._reads: dict[Handle, _Read] = {}
         self._results: list[PullResult] = []
 
     def register(self, kv_cache: torch.Tensor, worker_id: str, generation: str, kv_signature: str) -> Descriptor:
@@ -126,7 +126,9 @@ class NixlTransport:
         """See `Transport.connect`."""
         wait_connected(self, descriptor)
 
-    def pull(self, peer: WorkerRef, nonce: str, remote_ids: list[int], local_ids: list[int], deadline_s: float) -> int:
+    def pull(
+        self, peer: WorkerRef, nonce: str, remote_ids: list[int], local_ids: list[int], deadline_s: float
+    ) -> Handle:
         """See `Transport.pull`."""
         assert len(remote_ids) == len(local_ids) > 0, (remote_ids, local_ids)
         peers = self._live
@@ -144,7 +146,7 @@ class NixlTransport:
                 TransferReason.CONNECT, f"the connection to {peer} is broken ({error}); connect again"
             )
             raise
-        handle, num_bytes = next(self._handles), len(local_ids) * self._own.block_bytes
+        handle, num_bytes = Handle(next(self._handles)), len(local_ids) * self._own.block_bytes
         if has_ended:
             peers.agent.release(native)
             self._results.append(PullResult(handle, PullState.DONE, num_bytes=num_bytes))
@@ -163,7 +165,7 @@ class NixlTransport:
         self._results.clear()
         return results
 
-    def abort(self, handle: int) -> bool:
+    def abort(self, handle: Handle) -> bool:
         """See `Transport.abort`."""
         read = self._reads.get(handle)
         if read is None:

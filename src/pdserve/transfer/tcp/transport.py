@@ -18,7 +18,7 @@ import torch
 from pdserve.errors import TransferError
 from pdserve.reasons import TransferReason
 from pdserve.registration import WorkerRef
-from pdserve.transfer.base import Descriptor, PullResult, PullState, Transport, wait_connected
+from pdserve.transfer.base import Descriptor, Handle, PullResult, PullState, Transport, wait_connected
 from pdserve.transfer.descriptor import check_compatible, check_intact, seal
 from pdserve.transfer.memory import BlockMemory
 from pdserve.transfer.tcp.grants import Grants
@@ -60,7 +60,7 @@ class TcpTransport:
         self._grants = Grants()
         self._server: BlockServer | None = None
         self._peers: dict[WorkerRef, PeerReader] = {}
-        self._reads: dict[int, tuple[TcpRead, PeerReader]] = {}
+        self._reads: dict[Handle, tuple[TcpRead, PeerReader]] = {}
         self._results: list[PullResult] = []
         self._ended: deque[tuple[TcpRead, TransferError | None]] = deque()  # appended by the readers' threads
 
@@ -134,7 +134,9 @@ class TcpTransport:
         """See `Transport.connect`."""
         wait_connected(self, descriptor)
 
-    def pull(self, peer: WorkerRef, nonce: str, remote_ids: list[int], local_ids: list[int], deadline_s: float) -> int:
+    def pull(
+        self, peer: WorkerRef, nonce: str, remote_ids: list[int], local_ids: list[int], deadline_s: float
+    ) -> Handle:
         """See `Transport.pull`."""
         assert len(remote_ids) == len(local_ids) > 0, (remote_ids, local_ids)
         if not self.is_connected(peer):
@@ -144,7 +146,7 @@ class TcpTransport:
             raise TransferError(
                 TransferReason.GEOMETRY, f"{peer} has {reader.descriptor.num_blocks} blocks, wanted {remote_ids}"
             )
-        read = TcpRead(next(self._handles), nonce, remote_ids, local_ids, deadline_s)
+        read = TcpRead(Handle(next(self._handles)), nonce, remote_ids, local_ids, deadline_s)
         self._reads[read.handle] = (read, reader)
         reader.submit(read)
         return read.handle
@@ -163,7 +165,7 @@ class TcpTransport:
         self._results.clear()
         return results
 
-    def abort(self, handle: int) -> bool:
+    def abort(self, handle: Handle) -> bool:
         """See `Transport.abort`."""
         if handle not in self._reads:
             return True
