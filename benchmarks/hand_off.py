@@ -33,7 +33,7 @@ from pdserve.engine.executors.cpu.weights import map_memory
 from pdserve.local.service import PrivateService
 from pdserve.transfer.base import Transport
 from pdserve.transfer.descriptor import decode_descriptor
-from pdserve.transfer.nixl.agent import NixlAgent
+from pdserve.transfer.nixl.agent import NativeList, NixlAgent
 from pdserve.transfer.nixl.transport import NixlTransport
 from pdserve.transfer.pulls.pull import PullOutcome, PullRequest
 from pdserve.transfer.pulls.puller import Puller
@@ -185,7 +185,7 @@ async def _answers(url: str, prompt_tokens: int, num_prompts: int) -> list[Any]:
         return [await load.answer(prompt_tokens, 32) for _ in range(num_prompts)]
 
 
-def _raw_agent(blocks: torch.Tensor, offer: dict[str, Any]) -> tuple[NixlAgent, tuple[int, int]]:
+def _raw_agent(blocks: torch.Tensor, offer: dict[str, Any]) -> tuple[NixlAgent, tuple[NativeList, NativeList]]:
     """NIXL as it is: one READ for everything, and a loop that asks whether it has ended."""
     agent = NixlAgent(f"raw-reader:{secrets.token_hex(4)}", progress_thread=False)
     num_blocks, block_bytes = blocks.shape

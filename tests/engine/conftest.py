@@ -16,7 +16,9 @@ from pdserve.engine.executors.base import Executor
 from pdserve.engine.executors.stock.executor import TransformersExecutor
 from pdserve.models.tiny import make_model
 
-sys.path.insert(0, str(Path(__file__).parent))  # engine_oracle.py
+sys.path.insert(0, str(Path(__file__).parent))  # build_engine.py, engine_oracle.py
+
+from build_engine import build_engine
 
 BLOCK_SIZE = 4
 
@@ -72,20 +74,8 @@ def make_engine() -> Iterator[Callable[..., Engine]]:
     made = []
 
     def make(executor: Executor, **options) -> Engine:
-        defaults = {
-            "num_blocks": 256,
-            "max_num_seqs": min(16, options.get("max_num_batched_tokens", 64)),
-            "max_num_batched_tokens": 64,
-            "max_wait_s": 1e9,
-            "prefix_cache": True,
-            "cache_key": b"test",
-            "eos_token_ids": frozenset({1}),
-            "watermark_blocks": 1,
-            "clock": lambda: 0.0,
-        }
-        engine = Engine(executor, **{**defaults, **options})
-        made.append(engine)
-        return engine
+        made.append(build_engine(executor, **options))
+        return made[-1]
 
     yield make
     for engine in made:

@@ -6,8 +6,11 @@ from pdserve.errors import TransferError
 from pdserve.reasons import TransferReason
 from pdserve.transfer.base import Descriptor, PullResult, PullState
 from pdserve.transfer.descriptor import seal
+from pdserve.transfer.pulls.fenced_transport import FencedTransport
 from pdserve.transfer.pulls.pull import PullRequest, split_into_reads
 from pdserve.transfer.pulls.pull_rounds import PullRounds
+from pdserve.transfer.pulls.quarantine import Quarantine
+from pdserve.transfer.pulls.verifier import Verifier
 
 BLOCK_BYTES = 1024
 DEAF = "deaf"
@@ -87,21 +90,20 @@ class StubbornTransport:
 
 
 class Scene:
-    def __init__(self, max_quarantined_ratio=0.1):
+    def __init__(self, verify_aside=None):
         self.now_s = 100.0
         self.transport = StubbornTransport()
         self.descriptors = []
-        self.rounds = PullRounds(
-            {"stubborn": self.transport},
-            torch.zeros((100, BLOCK_BYTES), dtype=torch.uint8),
-            faults=None,
-            quarantine_s=20.0,
-            max_quarantined_ratio=max_quarantined_ratio,
-            max_reads_per_peer=2,
+        fenced = FencedTransport(
+            self.transport,
+            Quarantine(20.0, max_blocks=10, clock=self.clock),
             drain_s=2.0,
             on_descriptor=self.descriptors.append,
             clock=self.clock,
         )
+        blocks = torch.zeros((100, BLOCK_BYTES), dtype=torch.uint8)
+        verifier = Verifier(blocks, aside=verify_aside, faults=None)
+        self.rounds = PullRounds([fenced], verifier, drain_s=2.0, faults=None, clock=self.clock)
         self.ends, self.terminals = [], []
 
     def clock(self):

@@ -10,6 +10,8 @@ import pytest
 
 from pdserve.engine.engine import Engine, StepOutput
 from pdserve.engine.executors.fake import FakeExecutor, FakeOptions
+from pdserve.engine.kv.block_tables import BlockTables
+from pdserve.engine.scheduling.scheduler import Scheduler
 from pdserve.engine.sequence import Sequence
 from pdserve.messages import AttemptKey
 from pdserve.sampling_params import SamplingParams
@@ -36,18 +38,9 @@ def make_engine() -> Engine:
     executor = FakeExecutor(
         FakeOptions(), vocab_size=100, eos_token_ids=frozenset({1}), block_size=4, max_model_len=512
     )
-    return Engine(
-        executor,
-        num_blocks=64,
-        max_num_seqs=4,
-        max_num_batched_tokens=64,
-        max_wait_s=10.0,
-        prefix_cache=True,
-        cache_key=b"test",
-        eos_token_ids=frozenset({1}),
-        watermark_blocks=1,
-        clock=time.monotonic,
-    )
+    tables = BlockTables(64, executor.kv_spec.block_size, is_cache_on=True, cache_key=b"test")
+    scheduler = Scheduler(tables, max_num_seqs=4, max_num_batched_tokens=64, max_wait_s=10.0, watermark_blocks=1)
+    return Engine(executor, scheduler, eos_token_ids=frozenset({1}), clock=time.monotonic)
 
 
 def a_sequence(name: str, max_tokens: int) -> Sequence:

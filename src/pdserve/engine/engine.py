@@ -15,16 +15,15 @@ from torch import Tensor
 from pdserve.engine.executors.base import Executor, SequenceSlice
 from pdserve.engine.fits import check_fits_ever
 from pdserve.engine.kv.block_pool import BlockPool, BlockState, Holder, LedgerReport
-from pdserve.engine.kv.block_tables import BlockTables, holder_of
+from pdserve.engine.kv.block_tables import holder_of
+from pdserve.engine.kv.leases import Leases
+from pdserve.engine.receiving import Receiving
 from pdserve.engine.sampling.sampler import SampledToken, sample
 from pdserve.engine.sampling.stop import check_stop
-from pdserve.engine.scheduling.admission import HandOffGate, decode_batch_of
-from pdserve.engine.scheduling.scheduler import NO_TARGETS, Schedule, Scheduler, work_of
-from pdserve.engine.scheduling.step_targets import StepTargets, num_admissible
+from pdserve.engine.scheduling.scheduler import Schedule, Scheduler, work_of
 from pdserve.engine.scheduling.step_time import StepTimeModel
 from pdserve.engine.sequence import Sequence
 from pdserve.engine.step_output import StepOutput
-from pdserve.errors import NoCapacityError
 from pdserve.messages import AttemptKey, TokenLogprobs
 from pdserve.reasons import SequenceState
 
@@ -35,59 +34,30 @@ class Engine:
     """Runs sequences on one executor and one block pool.
 
     Args:
-        executor: runs the model; its KV cache is allocated here.
-        num_blocks: KV blocks.
-        max_num_seqs: sequences that run at once.
-        max_num_batched_tokens: token budget of a step.
-        max_wait_s: ageing bound, see `Scheduler`.
-        prefix_cache: whether full blocks are found again by their content.
-        cache_key: secret of the prefix cache; equal on workers that compare chain hashes.
+        executor: runs the model; its KV cache is allocated here, as large as the scheduler's block pool.
+        scheduler: plans the steps; its block tables are the engine's too.
         eos_token_ids: every id that ends a sequence by itself.
-        watermark_blocks: blocks kept for the growth of running sequences.
         clock: monotonic seconds.
-        targets: how long a step may take.
     """
 
     def __init__(
-        self,
-        executor: Executor,
-        *,
-        num_blocks: int,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        max_wait_s: float,
-        prefix_cache: bool,
-        cache_key: bytes,
-        eos_token_ids: frozenset[int],
-        watermark_blocks: int,
-        clock: Callable[[], float],
-        targets: StepTargets = NO_TARGETS,
+        self, executor: Executor, scheduler: Scheduler, *, eos_token_ids: frozenset[int], clock: Callable[[], float]
     ) -> None:
+        assert scheduler.tables.block_size == executor.kv_spec.block_size, (scheduler.tables.block_size, executor.name)
         self.executor = executor
+        self.scheduler = scheduler
+        self.tables = scheduler.tables
         self.eos_token_ids = eos_token_ids
-        self.tables = BlockTables(
-            num_blocks, executor.kv_spec.block_size, is_cache_on=prefix_cache, cache_key=cache_key
-        )
-        self.scheduler = Scheduler(
-            self.tables,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_wait_s=max_wait_s,
-            watermark_blocks=watermark_blocks,
-            targets=targets,
-        )
         self.step_time = StepTimeModel()
-        """Of the steps that succeeded."""
-        self._gate = HandOffGate(targets, max_wait_s)
-        self.kv_cache: Tensor = executor.allocate_kv_cache(num_blocks)
+        """Learns from the steps that succeeded."""
+        self.kv_cache: Tensor = executor.allocate_kv_cache(self.block_pool.num_blocks)
         self.sequences_in_step: list[Sequence] = []
-        """Those of the running, or the failed, step."""
+        """Members of the step that runs, or of the one that failed last."""
         self.on_admitted: Callable[[Sequence], None] = lambda sequence: None
         """Called with each sequence that is admitted for the first time, before its first tokens are computed."""
-        self._watermark_blocks = watermark_blocks
         self._clock = clock
-        self._receiving: dict[AttemptKey, Sequence] = {}
-        self._leased: dict[AttemptKey, Sequence] = {}
+        self._receiving = Receiving(scheduler)
+        self._leases = Leases(self.block_pool)
 
     @property
     def block_pool(self) -> BlockPool:
@@ -112,9 +82,7 @@ class Engine:
     @property
     def can_join_decode(self) -> bool:
         """Whether one more sequence like those here could decode within the target step time. Any thread."""
-        decode_batch = decode_batch_of([*self.scheduler.running, *self._receiving.values()])
-        mean_tokens = decode_batch.num_context_tokens / max(1, decode_batch.num_sequences)
-        return num_admissible(self.scheduler.targets, self.step_time.fit.decode, decode_batch, mean_tokens) >= 1
+        return self._receiving.can_join(self.step_time.fit.decode)
 
     # --- arrivals
 
@@ -140,25 +108,7 @@ class Engine:
             NoCapacityError: not now; nothing was taken.
         """
         self._check_fits_ever(sequence)
-        now_s = self._clock()
-        if not self.scheduler.admits_newcomers(now_s):
-            raise NoCapacityError("preempted or long waiting sequences come first")
-        decode_batch = decode_batch_of([*self.scheduler.running, *self._receiving.values()])
-        self._gate.check(sequence, decode_batch, self.step_time.fit.decode, now_s)
-        hits = self.tables.find_prefix(sequence, sequence.num_prompt_tokens)
-        num_blocks = min(self._num_prompt_blocks(sequence) + 1, self.block_pool.num_blocks)
-        is_alone = not (self.scheduler.running or self._receiving)
-        headroom = 0 if is_alone else self._watermark_blocks
-        if not self.tables.fits(num_blocks, hits, headroom):
-            available = self.block_pool.num_available
-            raise NoCapacityError(
-                f"{num_blocks} KV blocks wanted beyond a watermark of {headroom}, {available} available"
-            )
-        self.tables.take(sequence, hits, num_blocks, fresh_kind=BlockState.RECEIVING)
-        sequence.state = SequenceState.RECEIVING
-        sequence.num_computed_tokens = sequence.num_cached_tokens = len(hits) * self.tables.block_size
-        self._receiving[sequence.key] = sequence
-        return len(hits)
+        return self._receiving.reserve(sequence, self.step_time.fit.decode, self._clock())
 
     def activate(
         self,
@@ -179,11 +129,7 @@ class Engine:
         Returns:
             What token 0 ended, as a step would tell it; None when the sequence runs on.
         """
-        num_known = self._leave_receiving(sequence)
-        self.block_pool.move(holder_of(sequence, BlockState.RECEIVING), holder_of(sequence, BlockState.OWNED))
-        sequence.num_computed_tokens = sequence.num_prompt_tokens
-        sequence.is_cacheable = sequence.is_cacheable and is_chain_proven
-        self.tables.remember(sequence, num_known)
+        self._receiving.complete(sequence, is_chain_proven=is_chain_proven)
         self._append(sequence, token0, token0_logprobs)
         if sequence.finish_reason is not None:
             return self._finish_at_token0(sequence, token0, token0_logprobs)
@@ -202,8 +148,7 @@ class Engine:
 
         Args and result as for `activate`; `quarantine` as for `abort`.
         """
-        self._leave_receiving(sequence)
-        self._drop_received(sequence, quarantine=quarantine)
+        self._receiving.drop(sequence, quarantine=quarantine)
         self.tables.give_back(sequence)
         sequence.num_computed_tokens = sequence.num_cached_tokens = 0
         self._append(sequence, token0, token0_logprobs)
@@ -216,17 +161,11 @@ class Engine:
 
     def grant_lease(self, sequence: Sequence) -> None:
         """Pin all blocks of a running or computed sequence for a decode worker, under its attempt; again: nothing."""
-        holder = holder_of(sequence, BlockState.LEASED)
-        listed = set(self.block_pool.blocks_of(holder))
-        self.block_pool.share(holder, [block_id for block_id in sequence.block_table if block_id not in listed])
+        self._leases.grant(sequence)
 
     def release_lease(self, key: AttemptKey) -> None:
         """The decode worker is done with it, or its lease expired; unknown: nothing."""
-        self.block_pool.release(Holder(BlockState.LEASED, str(key)))
-        sequence = self._leased.pop(key, None)
-        if sequence is not None:
-            sequence.state = SequenceState.FINISHED
-            sequence.block_table = []
+        self._leases.release(key)
 
     def abort(self, sequence: Sequence, *, quarantine: bool = False) -> None:
         """End a sequence in any state, at once. An active lease stays until `release_lease`.
@@ -238,8 +177,7 @@ class Engine:
         if sequence.state in (SequenceState.FINISHED, SequenceState.LEASED):
             return
         if sequence.state is SequenceState.RECEIVING:
-            self._leave_receiving(sequence)
-            self._drop_received(sequence, quarantine=quarantine)
+            self._receiving.drop(sequence, quarantine=quarantine)
         self.scheduler.remove(sequence)
         self.tables.give_back(sequence)
         sequence.state = SequenceState.FINISHED
@@ -286,16 +224,13 @@ class Engine:
             held = self.block_pool.blocks_of(holder_of(sequence, BlockState.OWNED))
             assert held == sequence.block_table, f"{sequence.key} owns {held}, its table is {sequence.block_table}"
             assert len(held) * self.tables.block_size >= sequence.num_computed_tokens, f"{sequence.key}: {held}"
-        owners = {str(s.key) for s in [*self.scheduler.running, *self._receiving.values()]}
+        owners = {str(s.key) for s in [*self.scheduler.running, *self._receiving.sequences()]}
         for holder in self.block_pool.holders():
             if holder.kind in (BlockState.OWNED, BlockState.RECEIVING):
                 assert holder.name in owners, f"{holder} is neither running nor receiving"
         return self.block_pool.check_integrity()
 
     # --- inner workings
-
-    def _num_prompt_blocks(self, sequence: Sequence) -> int:
-        return self.tables.num_blocks_for(sequence.num_prompt_tokens)
 
     def _check_fits_ever(self, sequence: Sequence) -> None:
         check_fits_ever(
@@ -304,19 +239,6 @@ class Engine:
             max_model_len=self.executor.max_model_len,
             num_kv_tokens=self.block_pool.num_blocks * self.tables.block_size,
         )
-
-    def _leave_receiving(self, sequence: Sequence) -> int:
-        """Returns the number of tokens whose KV was here before the hand-off."""
-        assert sequence.state is SequenceState.RECEIVING, f"{sequence.key} is {sequence.state}, not receiving"
-        del self._receiving[sequence.key]
-        return sequence.num_computed_tokens
-
-    def _drop_received(self, sequence: Sequence, *, quarantine: bool) -> None:
-        received = holder_of(sequence, BlockState.RECEIVING)
-        if quarantine:
-            self.block_pool.move(received, holder_of(sequence, BlockState.QUARANTINED))
-        else:
-            self.block_pool.release(received)
 
     def _append(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> None:
         sequence.output_token_ids.append(token_id)
@@ -331,13 +253,6 @@ class Engine:
     def _finish(self, sequence: Sequence) -> None:
         self.tables.give_back(sequence)
         sequence.state = SequenceState.FINISHED
-
-    def _lease(self, sequence: Sequence) -> None:
-        """A computed prompt: what it owned is now kept for a decode worker."""
-        self.grant_lease(sequence)
-        self.block_pool.release(holder_of(sequence, BlockState.OWNED))
-        sequence.state = SequenceState.LEASED
-        self._leased[sequence.key] = sequence
 
     def _update(self, plan: Schedule, sampled: dict[int, SampledToken], started_s: float) -> StepOutput:
         num_tokens, num_decode_tokens = plan.num_tokens, sum(s.num_uncomputed_tokens == 1 for s in plan.sequences)
@@ -374,7 +289,7 @@ class Engine:
             finished.append(sequence)
         elif sequence.is_prefill_only:
             self.scheduler.remove(sequence)
-            self._lease(sequence)
+            self._leases.keep(sequence)
 
 
 def _samples(sequence: Sequence) -> bool:

@@ -11,13 +11,16 @@ from __future__ import annotations
 
 import enum
 import time
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, NewType, Protocol
 
 import msgspec
 import torch
 
 from pdserve.reasons import TransferReason
 from pdserve.registration import WorkerRef
+
+Handle = NewType("Handle", int)
+"""Names one READ of one transport."""
 
 
 class Descriptor(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,11 +55,10 @@ class PullState(enum.Enum):
 class PullResult(NamedTuple):
     """Outcome of one `pull`, reported once by `poll`."""
 
-    handle: int
+    handle: Handle
     state: PullState
     reason: TransferReason | None = None
-    """Of a failure; None otherwise."""
-    """Of a failure."""
+    """Why it failed; None: it did not."""
     is_terminal: bool = True
     """Whether the backend can prove that no byte of the local blocks will change any more."""
     num_bytes: int = 0
@@ -125,7 +127,9 @@ class Transport(Protocol):
         """`start_connect`, then wait for `is_connected`; raises what they raise. See `wait_connected`."""
         ...
 
-    def pull(self, peer: WorkerRef, nonce: str, remote_ids: list[int], local_ids: list[int], deadline_s: float) -> int:
+    def pull(
+        self, peer: WorkerRef, nonce: str, remote_ids: list[int], local_ids: list[int], deadline_s: float
+    ) -> Handle:
         """Start READing remote blocks into local ones; returns a handle for `poll`.
 
         `deadline_s` is on the local monotonic clock; after it `poll` reports a failure with reason timeout.
@@ -139,7 +143,7 @@ class Transport(Protocol):
         """Pulls that ended since the last call, and quarantined ones that became terminal."""
         ...
 
-    def abort(self, handle: int) -> bool:
+    def abort(self, handle: Handle) -> bool:
         """Give a READ up. True: it is terminal now; False: its blocks stay quarantined until `poll` says so."""
         ...
 

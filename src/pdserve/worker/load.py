@@ -21,7 +21,9 @@ from pdserve.engine.executors.base import Executor
 from pdserve.engine.executors.cpu.packed_file import WeightSharing
 from pdserve.engine.executors.fake import FakeOptions
 from pdserve.engine.kv.block_pool import LedgerReport
+from pdserve.engine.kv.block_tables import BlockTables
 from pdserve.engine.loader import choose_num_blocks, free_memory_bytes, load_executor
+from pdserve.engine.scheduling.scheduler import Scheduler
 from pdserve.engine.scheduling.step_targets import StepTargets
 from pdserve.engine.sequence import Sequence
 from pdserve.log import get_logger
@@ -138,19 +140,21 @@ def _load_executor(settings: WorkerSettings, card: ModelCard, home: Path) -> Exe
 
 def _make_engine(settings: WorkerSettings, card: ModelCard, executor: Executor, clock: Callable[[], float]) -> Engine:
     num_blocks = _num_blocks(settings, executor)
-    return Engine(
-        executor,
-        num_blocks=num_blocks,
+    tables = BlockTables(
+        num_blocks,
+        executor.kv_spec.block_size,
+        is_cache_on=settings.prefix_cache,
+        cache_key=_cache_key(settings.service, card.fingerprint),
+    )
+    scheduler = Scheduler(
+        tables,
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
         max_wait_s=settings.max_wait_s,
-        prefix_cache=settings.prefix_cache,
-        cache_key=_cache_key(settings.service, card.fingerprint),
-        eos_token_ids=card.eos_token_ids,
         watermark_blocks=int(num_blocks * _WATERMARK_RATIO),
-        clock=clock,
         targets=_step_targets(settings),
     )
+    return Engine(executor, scheduler, eos_token_ids=card.eos_token_ids, clock=clock)
 
 
 def _step_targets(settings: WorkerSettings) -> StepTargets:

@@ -21,8 +21,9 @@ from pdserve.registration import WorkerRef, WorkerRegistration
 from pdserve.transfer.base import Descriptor, Transport
 from pdserve.transfer.choose import choose_backend
 from pdserve.transfer.descriptor import decode_descriptor, encode_descriptor
-from pdserve.transfer.pulls.pull import PullFaults, PullOutcome, PullRequest
+from pdserve.transfer.pulls.pull import PullFaults, PullOutcome, PullRequest, Ticket
 from pdserve.transfer.pulls.puller import Puller
+from pdserve.transfer.pulls.quarantine import QuarantineLimits
 
 logger = get_logger(__name__)
 
@@ -85,7 +86,7 @@ class WorkerTransports:
             self._kv_cache,
             num_threads=self._options.num_threads,
             faults=self._options.faults,
-            quarantine_s=self._options.quarantine_s,
+            limits=QuarantineLimits(max_age_s=self._options.quarantine_s),
             on_descriptor=lambda descriptor: self._on_loop(self._replace_descriptor, descriptor),
         )
         self._puller.start()
@@ -186,7 +187,7 @@ class WorkerTransports:
     def abort(self, ticket: int) -> None:
         """Give a READ up; its end is told as ever."""
         assert self._puller is not None
-        self._puller.abort(ticket)
+        self._puller.abort(Ticket(ticket))
 
     # --- being read from
 

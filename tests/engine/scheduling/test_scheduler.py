@@ -6,6 +6,7 @@ import itertools
 import random
 
 import pytest
+from build_engine import build_engine
 from engine_oracle import make_sequence, run_to_end
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -275,21 +276,18 @@ def test_a_budget_below_the_number_of_sequences_is_refused_by_name(make_fake_eng
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10**9))
 def test_any_mix_of_arrivals_cancellations_and_leases_ends_with_the_right_text_and_an_empty_ledger(seed):
-    from pdserve.engine.engine import Engine  # noqa: PLC0415
-
     rng = random.Random(seed)
     executor = FakeExecutor(
         FakeOptions(), vocab_size=VOCAB, eos_token_ids=EOS, block_size=BLOCK_SIZE, max_model_len=4096
     )
     now = Clock()
-    engine = Engine(
+    engine = build_engine(
         executor,
         num_blocks=rng.randrange(16, 40),
         max_num_seqs=rng.randrange(1, 7),
         max_num_batched_tokens=rng.randrange(8, 40),
         max_wait_s=rng.choice([3.0, 30.0]),
         prefix_cache=rng.random() < 0.7,
-        cache_key=b"k",
         eos_token_ids=EOS,
         watermark_blocks=rng.randrange(3),
         clock=now,

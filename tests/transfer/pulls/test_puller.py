@@ -17,6 +17,7 @@ from pdserve.transfer.digest import block_digests
 from pdserve.transfer.nixl.transport import NixlTransport
 from pdserve.transfer.pulls.pull import PullRequest
 from pdserve.transfer.pulls.puller import Puller
+from pdserve.transfer.pulls.quarantine import QuarantineLimits
 
 NONCE = "nonce-of-a-hand-off"
 BLOCK_BYTES = 64 * 1024
@@ -74,7 +75,7 @@ def pulling(local):
 
 def test_verified_blocks_arrive_whole(pulling, peer):
     outcome = pulling.pull(peer, [5, 9, 40], [1, 2, 3])
-    assert (outcome.ok, outcome.reason, outcome.is_terminal) == (True, "", True)
+    assert (outcome.ok, outcome.reason, outcome.is_terminal) == (True, None, True)
     assert outcome.num_bytes == 3 * BLOCK_BYTES
     assert outcome.duration_s > 0
     assert torch.equal(pulling.local.blocks[1:4], peer.blocks[[5, 9, 40]])
@@ -174,7 +175,7 @@ def test_every_request_of_a_storm_ends_once_and_is_right_where_it_says_so(local,
             for outcome in [pulling.end() for _ in range(10)]:
                 remote_ids, local_ids = tickets.pop(outcome.ticket)
                 assert outcome.is_terminal
-                assert outcome.reason in {"", "aborted", "post", "copy", "verify", "notify"}
+                assert outcome.reason in {None, "aborted", "post", "copy", "verify", "notify"}
                 assert not outcome.ok or torch.equal(local.blocks[local_ids], peer.blocks[remote_ids])
             assert tickets == {}
     pulling.puller.close()
@@ -371,7 +372,7 @@ def test_a_callback_that_raises_harms_nobody(pulling, peer, caplog):
 
 
 def test_closing_ends_every_request_and_refuses_new_ones(local, peer):
-    pulling = Pulling(local, drain_s=0.3)
+    pulling = Pulling(local, limits=QuarantineLimits(drain_s=0.3))
     pulling.faults.put({"pull_delay_s": 30})
     tickets = {pulling.submit(peer, [1], [1], within_s=60) for _ in range(3)}
     pulling.puller.close()
@@ -384,7 +385,7 @@ def test_closing_ends_every_request_and_refuses_new_ones(local, peer):
 
 
 def test_closing_is_a_fence_for_reads_from_a_frozen_peer(local, spawn_peer):
-    pulling = Pulling(local, drain_s=0.2)
+    pulling = Pulling(local, limits=QuarantineLimits(drain_s=0.2))
     frozen = spawn_peer().expect_all()
     assert pulling.pull(frozen, [0], [0]).ok
     frozen.freeze()

@@ -8,11 +8,11 @@ import pytest
 from pdserve.transfer.pulls.pull import PullOutcome, PullRequest
 from pdserve.transfer.pulls.shared_pull import SharedPull
 
-GOOD = PullOutcome(7, ok=True, num_bytes=100, duration_s=0.2)
-IDLE = PullOutcome(7, ok=True, num_bytes=0, duration_s=9.0)
-BAD = PullOutcome(7, ok=False, reason="copy", detail="lost", num_bytes=10, duration_s=0.1)
-OPEN = PullOutcome(7, ok=False, reason="timeout", duration_s=0.3, is_terminal=False)
-STOPPED = PullOutcome(7, ok=False, reason="aborted", duration_s=0.4)
+GOOD = PullOutcome(7, num_bytes=100, duration_s=0.2)
+IDLE = PullOutcome(7, num_bytes=0, duration_s=9.0)
+BAD = PullOutcome(7, reason="copy", detail="lost", num_bytes=10, duration_s=0.1)
+OPEN = PullOutcome(7, reason="timeout", duration_s=0.3, is_terminal=False)
+STOPPED = PullOutcome(7, reason="aborted", duration_s=0.4)
 
 
 class Log:
@@ -46,7 +46,7 @@ def test_the_last_part_ends_the_request():
     assert log.said == []
     log.pull.on_end(dataclasses.replace(GOOD, num_bytes=50, duration_s=0.3))
     assert log.words == ["note", "end"]
-    assert log.outcome() == PullOutcome(7, ok=True, num_bytes=150, duration_s=0.3)
+    assert log.outcome() == PullOutcome(7, num_bytes=150, duration_s=0.3)
 
 
 def test_a_part_that_found_nothing_to_read_says_nothing_about_the_duration():

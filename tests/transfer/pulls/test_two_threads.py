@@ -10,6 +10,7 @@ from stubborn import BLOCK_BYTES, DEAF, GOOD, StubbornTransport, descriptor
 
 from pdserve.transfer.pulls.pull import PullRequest
 from pdserve.transfer.pulls.puller import Puller
+from pdserve.transfer.pulls.quarantine import QuarantineLimits
 
 
 @pytest.mark.parametrize("is_overdue_by", ["age", "number"])
@@ -19,8 +20,7 @@ def test_both_threads_quarantine_their_reads_and_only_the_first_agent_is_announc
     puller = Puller(
         {"stubborn": transport},
         torch.zeros((100, BLOCK_BYTES), dtype=torch.uint8),
-        quarantine_s=0.2 if is_overdue_by == "age" else 60,
-        max_quarantined_ratio=0.1 if is_overdue_by == "age" else 0.02,
+        limits=QuarantineLimits(max_age_s=0.2) if is_overdue_by == "age" else QuarantineLimits(60, max_ratio=0.02),
         max_read_bytes=BLOCK_BYTES,
         on_descriptor=descriptors.append,
     )
@@ -43,8 +43,8 @@ def test_both_threads_quarantine_their_reads_and_only_the_first_agent_is_announc
 
 def test_an_agent_that_does_not_come_back_leaves_its_part_to_the_other_thread():
     transport, ends, terminals = StubbornTransport(), queue.Queue(), queue.Queue()
-    options = {"quarantine_s": 0.05, "max_read_bytes": BLOCK_BYTES, "max_reads_per_peer": 1}
-    puller = Puller({"stubborn": transport}, torch.zeros((100, BLOCK_BYTES), dtype=torch.uint8), **options)
+    blocks, limits = torch.zeros((100, BLOCK_BYTES), dtype=torch.uint8), QuarantineLimits(max_age_s=0.05)
+    puller = Puller({"stubborn": transport}, blocks, limits=limits, max_read_bytes=BLOCK_BYTES)
     transport.other.is_broken = True
     puller.start()
     ids, until_s = [0, 1, 2, 3], time.monotonic() + 60

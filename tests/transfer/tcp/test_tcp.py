@@ -99,9 +99,10 @@ def test_a_forgotten_nonce_reads_nothing(pair):
 def test_blocks_given_away_while_they_were_sent_are_not_taken_for_good():
     size = 64 << 20
     remote, server = torch.ones((1, size), dtype=torch.uint8), TcpTransport()
-    server.register(remote, "p-1", "g1", SIGNATURE)
+    descriptor = server.register(remote, "p-1", "g1", SIGNATURE)
+    payload = msgspec.msgpack.decode(descriptor.payload, type=TcpPayload)
     server.expect("a", [0])
-    with socket.create_connection(("127.0.0.1", server._server.port), timeout=5) as connection:
+    with socket.create_connection((payload.host, payload.port), timeout=5) as connection:
         send_frame(connection, Hello(worker_id="p-1", generation="g1", kv_signature=SIGNATURE))
         receive_frame(connection, Answer)
         send_frame(connection, Read(nonce="a", block_ids=[0]))
@@ -224,7 +225,7 @@ def test_closing_leaves_no_thread_and_no_file_behind():
 def test_grants_tell_apart_unknown_nonces_and_foreign_blocks():
     grants = Grants()
     grants.allow("a", [1, 2])
-    assert grants.refusal("a", [1]) == ""
+    assert grants.refusal("a", [1]) is None
     assert grants.refusal("a", [3]) == "lookup"
     assert grants.refusal("b", [1]) == "nonce"
     assert grants.refusal("", [1]) == "nonce"

@@ -85,7 +85,7 @@ class Scheduler:
             raise SettingError(
                 "MAX_NUM_BATCHED_TOKENS", max_num_batched_tokens, f"at least MAX_NUM_SEQS={max_num_seqs}"
             )
-        self._tables = tables
+        self.tables = tables
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_wait_s = max_wait_s
@@ -166,10 +166,10 @@ class Scheduler:
         """Find the block for one more token, if need be by preempting one of those that rank behind."""
         while True:
             try:
-                self._tables.grow(sequence, sequence.num_computed_tokens + 1)
+                self.tables.grow(sequence, sequence.num_computed_tokens + 1)
             except NoCapacityError:
                 candidates = [other for other in others if other.state is SequenceState.RUNNING]
-                victim = choose_victim(candidates, self._last_victim, self._tables.num_yielded, may_repeat=is_oldest)
+                victim = choose_victim(candidates, self._last_victim, self.tables.num_yielded, may_repeat=is_oldest)
                 if victim is None:
                     return False
                 self._preempt(victim, plan)
@@ -178,7 +178,7 @@ class Scheduler:
 
     def _preempt(self, victim: Sequence, plan: Schedule) -> None:
         assert victim.num_scheduled_tokens == 0, f"{victim.key} is part of this step"
-        self._tables.give_back(victim)
+        self.tables.give_back(victim)
         victim.num_computed_tokens = 0
         victim.num_preemptions += 1
         self.running.remove(victim)
@@ -257,23 +257,23 @@ class Scheduler:
         """Tokens to compute, prefix hits taken off."""
         if sequence.state is SequenceState.RUNNING:
             return sequence.num_uncomputed_tokens
-        hits = self._tables.find_prefix(sequence, sequence.num_tokens - 1)
-        return sequence.num_tokens - len(hits) * self._tables.block_size
+        hits = self.tables.find_prefix(sequence, sequence.num_tokens - 1)
+        return sequence.num_tokens - len(hits) * self.tables.block_size
 
     def _admit(self, sequence: Sequence, plan: Schedule, now_s: float) -> bool:
         """Take all blocks of the sequence's tokens and let it run; False: not now, nothing was taken."""
         if len(self.running) >= self.max_num_seqs:
             return False
         # The last token is computed in any case: its logits are what admission is for.
-        hits = self._tables.find_prefix(sequence, sequence.num_tokens - 1)
+        hits = self.tables.find_prefix(sequence, sequence.num_tokens - 1)
         if self._waits_for_prefix(sequence, len(hits), now_s):
             return False
-        num_blocks = self._tables.num_blocks_for(sequence.num_tokens)
-        if not self._tables.fits(num_blocks, hits, self._headroom(sequence)):
+        num_blocks = self.tables.num_blocks_for(sequence.num_tokens)
+        if not self.tables.fits(num_blocks, hits, self._headroom(sequence)):
             return False
-        self._tables.take(sequence, hits, num_blocks)
+        self.tables.take(sequence, hits, num_blocks)
         self.waiting.remove(sequence)
-        sequence.num_computed_tokens = len(hits) * self._tables.block_size
+        sequence.num_computed_tokens = len(hits) * self.tables.block_size
         if sequence.admitted_s is None:
             sequence.num_cached_tokens = sequence.num_computed_tokens
             plan.started.append(sequence)
@@ -294,26 +294,26 @@ class Scheduler:
     def _num_growth_blocks(self, sequence: Sequence) -> int:
         """Blocks beyond those of its present tokens that the sequence needs to reach its last one."""
         num_left = max(0, sequence.sampling.max_tokens - sequence.next_output_index)
-        num_blocks = self._tables.num_blocks_for
+        num_blocks = self.tables.num_blocks_for
         return num_blocks(sequence.num_tokens + num_left) - num_blocks(sequence.num_tokens)
 
     def _waits_for_prefix(self, sequence: Sequence, num_hits: int, now_s: float) -> bool:
         """Whether its next prefix block is being computed by another sequence right now."""
-        if (num_hits + 1) * self._tables.block_size > sequence.num_tokens - 1:
+        if (num_hits + 1) * self.tables.block_size > sequence.num_tokens - 1:
             return False
         if not self._in_flight or has_aged(sequence, now_s, self.max_wait_s):
             return False
-        return self._tables.chain_hashes(sequence, num_hits + 1)[num_hits] in self._in_flight
+        return self.tables.chain_hashes(sequence, num_hits + 1)[num_hits] in self._in_flight
 
     def _hashes_in_flight(self, computing: list[Sequence]) -> set[bytes]:
-        if not self._tables.is_cache_on:
+        if not self.tables.is_cache_on:
             return set()
-        block_size = self._tables.block_size
+        block_size = self.tables.block_size
         return {
             chain_hash
             for sequence in computing
             if sequence.is_cacheable
-            for chain_hash in self._tables.chain_hashes(sequence, sequence.num_tokens // block_size)[
+            for chain_hash in self.tables.chain_hashes(sequence, sequence.num_tokens // block_size)[
                 sequence.num_computed_tokens // block_size :
             ]
         }

@@ -15,7 +15,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NewType
 
 import numpy as np
 
@@ -24,6 +24,11 @@ from pdserve.reasons import TransferReason
 
 Region = tuple[int, int, int]
 """Address, length in bytes, device id."""
+
+NativeRead = NewType("NativeRead", int)
+"""Names a READ that NIXL holds for us."""
+NativeList = NewType("NativeList", int)
+"""Names a list of pieces of memory that NIXL prepared."""
 
 _log = logging.getLogger(__name__)
 
@@ -106,7 +111,7 @@ class NixlAgent:
         if failure:
             _log.info("NIXL had lost its peer %s before it was removed: %s", name, failure)
 
-    def prepare(self, peer_name: str, regions: list[Region], memory: str) -> int:
+    def prepare(self, peer_name: str, regions: list[Region], memory: str) -> NativeList:
         """A list of pieces that READs pick from by index; `peer_name` is "" for local memory."""
         rows = np.array(regions, dtype=np.uint64).reshape(-1, 3)
         handle, failure = _attempt(self._agent.prep_xfer_dlist, peer_name, rows, memory)
@@ -114,9 +119,11 @@ class NixlAgent:
             raise TransferError(
                 TransferReason.CONNECT, f"NIXL refuses the memory of {peer_name or 'this worker'}: {failure}"
             )
-        return self._keep(handle)
+        return NativeList(self._keep(handle))
 
-    def post_read(self, local: int, local_ids: list[int], remote: int, remote_ids: list[int]) -> tuple[int, bool]:
+    def post_read(
+        self, local: NativeList, local_ids: list[int], remote: NativeList, remote_ids: list[int]
+    ) -> tuple[NativeRead, bool]:
         """Start a READ. The flag: everything was copied before this returned, and `has_ended` need not be asked."""
         objects = self._objects
         handle, failure = _attempt(
@@ -132,20 +139,18 @@ class NixlAgent:
             state, failure = _attempt(self._agent.transfer, handle)
         if failure:
             raise TransferError(TransferReason.POST, f"NIXL cannot start a READ: {failure}")
-        return self._keep(handle), state == "DONE"
+        return NativeRead(self._keep(handle)), state == "DONE"
 
-    def has_ended(self, read: int) -> tuple[bool, str]:
+    def has_ended(self, read: NativeRead) -> tuple[bool, str]:
         """Whether nothing is written for a READ any more, and why it failed ("" = it did not)."""
         state, failure = _attempt(self._agent.check_xfer_state, self._objects[read])
         if not failure and state == "ERR":
             failure = "NIXL reports an error"
         return (bool(failure) or state == "DONE", failure)
 
-    def release(self, name: int) -> None:
+    def release(self, name: NativeRead | NativeList) -> None:
         """Forget an ended READ or a list of pieces."""
-        _, failure = _attempt(self._objects.pop(name).release)
-        if failure:
-            _log.warning("NIXL cannot release a handle: %s", failure)
+        self._release(name)
 
     def make_progress(self) -> None:
         """Answer peers' wire-ups and emulated READs; notifications are not used and dropped."""
@@ -159,12 +164,17 @@ class NixlAgent:
         if native is None:
             return
         for name in list(self._objects):
-            self.release(name)
+            self._release(name)
         inner = native.agent
         del native
         gc.collect()
         num_references = sys.getrefcount(inner) - 2  # this function's name, and getrefcount's argument
         assert num_references == 0, f"{num_references} references keep NIXL agent {self.name} alive: no fence"
+
+    def _release(self, name: int) -> None:
+        _, failure = _attempt(self._objects.pop(name).release)
+        if failure:
+            _log.warning("NIXL cannot release a handle: %s", failure)
 
     def _keep(self, handle: Any) -> int:
         name = next(self._names)

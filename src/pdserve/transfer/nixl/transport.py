@@ -16,44 +16,24 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from pdserve.errors import TransferError
 from pdserve.reasons import TransferReason
 from pdserve.registration import WorkerRef
-from pdserve.transfer.base import Descriptor, PullResult, PullState, Transport, wait_connected
+from pdserve.transfer.base import Descriptor, Handle, PullResult, PullState, Transport, wait_connected
 from pdserve.transfer.descriptor import check_compatible, check_intact, seal
 from pdserve.transfer.memory import bytes_view
-from pdserve.transfer.nixl.agent import NixlAgent, Region, prepare_environment
+from pdserve.transfer.nixl.agent import NativeRead, NixlAgent, prepare_environment
 from pdserve.transfer.nixl.cma import allow_readers
 from pdserve.transfer.nixl.payload import NixlPayload, decode_payload, encode_payload, has_rdma, node_id, one_sided_ways
-
-_TOKEN_BYTES = 16
-_NUM_SCRATCH_SLOTS = 256
-"""Peers that may be connected at once: each wire-up READ has a place of its own to write to."""
-
-
-@dataclass(slots=True, eq=False)
-class _Peer:
-    descriptor: Descriptor
-    payload: NixlPayload
-    blocks: int
-    """Prepared list of the peer's blocks."""
-    token: int
-    slot: int
-    """Scratch that the wire-up READ writes to."""
-    wire_up: int | None
-    """The wire-up READ, until it ended."""
-    deadline_s: float
-    """Of the wire-up READ."""
-    failure: TransferError | None = None
+from pdserve.transfer.nixl.peers import TOKEN_BYTES, NixlPeer, NixlPeers, block_regions, region_of
 
 
 @dataclass(slots=True, eq=False)
 class _Read:
-    handle: int
-    native: int
-    peer: _Peer
+    handle: Handle
+    native: NativeRead
+    peer: NixlPeer
     num_bytes: int
     deadline_s: float
     given_up: TransferReason | None = None
@@ -92,14 +72,15 @@ class NixlTransport:
         self._handles = itertools.count(1)
         if not is_known_to_work:  # fails here and not at the first hand-off where it does not
             NixlAgent(f"probe:{secrets.token_hex(4)}", progress_thread=False).destroy()
-        self._agent: NixlAgent | None = None
-        self._token = np.frombuffer(secrets.token_bytes(_TOKEN_BYTES), dtype=np.uint8).copy()
-        self._scratch = np.zeros((_NUM_SCRATCH_SLOTS, _TOKEN_BYTES), dtype=np.uint8)
-        self._forget_all()
+        self._token = np.frombuffer(secrets.token_bytes(TOKEN_BYTES), dtype=np.uint8).copy()
+        self._peers: NixlPeers | None = None
+        """Peers of the agent that is alive; None before `register`, and when an agent could not be recreated."""
+        self._reads: dict[Handle, _Read] = {}
+        self._results: list[PullResult] = []
 
     def register(self, kv_cache: torch.Tensor, worker_id: str, generation: str, kv_signature: str) -> Descriptor:
         """See `Transport.register`."""
-        assert self._agent is None, "register is called once"
+        assert self._peers is None, "register is called once"
         allow_readers()
         self._kv_cache = bytes_view(kv_cache)
         self._identity = (worker_id, generation, kv_signature)
@@ -127,82 +108,70 @@ class NixlTransport:
 
     def start_connect(self, descriptor: Descriptor) -> None:
         """See `Transport.start_connect`. A wire-up READ that is still unanswered is waited for once more."""
-        known = self._peers.get(descriptor.peer)
-        if known and known.failure is None and known.descriptor == descriptor:
-            known.deadline_s = max(known.deadline_s, self._clock() + self._connect_timeout_s)
+        peers = self._live
+        if peers.is_known(descriptor):
             return
         check_intact(descriptor)
         check_compatible(self._own, descriptor)
         payload = decode_payload(descriptor)
-        for peer in [peer for peer in self._peers if peer.worker_id == descriptor.worker_id]:
+        for peer in peers.generations_of(descriptor.worker_id):
             self.disconnect(peer)
-        self._remove_ended()
-        if any(peer.payload.agent_name == payload.agent_name for peer in self._leaving):
-            raise TransferError(
-                TransferReason.CONNECT, f"earlier READs from {descriptor.peer} have not ended yet; try again later"
-            )
-        self._peers[descriptor.peer] = self._add(descriptor, payload)
+        peers.add(descriptor, payload)
 
     def is_connected(self, peer: WorkerRef) -> bool:
         """See `Transport.is_connected`."""
-        known = self._peers.get(peer)
-        if known is None:
-            raise TransferError(TransferReason.CONNECT, f"{peer} is not connected")
-        if known.failure is not None:
-            raise TransferError(known.failure.reason, str(known.failure))
-        if known.wire_up is None:
-            return True
-        if self._watch_wire_up(known):
-            return self.is_connected(peer)
-        if self._clock() >= known.deadline_s:
-            raise TransferError(TransferReason.CONNECT, f"{peer} did not answer within {self._connect_timeout_s} s")
-        return False
+        return self._live.find_usable(peer) is not None
 
     def connect(self, descriptor: Descriptor) -> None:
         """See `Transport.connect`."""
         wait_connected(self, descriptor)
 
-    def pull(self, peer: WorkerRef, nonce: str, remote_ids: list[int], local_ids: list[int], deadline_s: float) -> int:
+    def pull(
+        self, peer: WorkerRef, nonce: str, remote_ids: list[int], local_ids: list[int], deadline_s: float
+    ) -> Handle:
         """See `Transport.pull`."""
         assert len(remote_ids) == len(local_ids) > 0, (remote_ids, local_ids)
-        if not self.is_connected(peer):
+        peers = self._live
+        known = peers.find_usable(peer)
+        if known is None:
             raise TransferError(TransferReason.CONNECT, f"{peer} has not answered yet")
-        known = self._peers[peer]
         if min(remote_ids) < 0 or max(remote_ids) >= known.descriptor.num_blocks:
             raise TransferError(
                 TransferReason.GEOMETRY, f"{peer} has {known.descriptor.num_blocks} blocks, wanted {remote_ids}"
             )
         try:
-            native, has_ended = self._native.post_read(self._local_blocks, local_ids, known.blocks, remote_ids)
+            native, has_ended = peers.agent.post_read(self._local_blocks, local_ids, known.blocks, remote_ids)
         except TransferError as error:
             known.failure = TransferError(
                 TransferReason.CONNECT, f"the connection to {peer} is broken ({error}); connect again"
             )
             raise
-        handle, num_bytes = next(self._handles), len(local_ids) * self._own.block_bytes
+        handle, num_bytes = Handle(next(self._handles)), len(local_ids) * self._own.block_bytes
         if has_ended:
-            self._native.release(native)
+            peers.agent.release(native)
             self._results.append(PullResult(handle, PullState.DONE, num_bytes=num_bytes))
         else:
             self._reads[handle] = _Read(handle, native, known, num_bytes, deadline_s)
+            known.num_reads += 1
         return handle
 
     def poll(self) -> list[PullResult]:
         """See `Transport.poll`."""
         for read in list(self._reads.values()):
             self._watch(read)
-        self._remove_ended()
+        if self._peers is not None:
+            self._peers.remove_ended()
         results = self._results.copy()
         self._results.clear()
         return results
 
-    def abort(self, handle: int) -> bool:
+    def abort(self, handle: Handle) -> bool:
         """See `Transport.abort`."""
         read = self._reads.get(handle)
         if read is None:
             self._results[:] = [result for result in self._results if result.handle != handle]
             return True
-        has_ended, _ = self._native.has_ended(read.native)
+        has_ended, _ = self._live.agent.has_ended(read.native)
         if has_ended:
             self._drop(read)
             return True
@@ -211,46 +180,38 @@ class NixlTransport:
 
     def disconnect(self, peer: WorkerRef) -> None:
         """See `Transport.disconnect`. NIXL forgets the peer when its last READ has ended."""
-        known = self._peers.pop(peer, None)
+        known = self._peers.leave(peer) if self._peers is not None else None
         if known is None:
             return
         for read in self._reads.values():
             if read.peer is known and not read.given_up:
                 self._give_up(read, TransferReason.DISCONNECTED)
-        self._leaving.append(known)
 
     def recreate(self) -> Descriptor:
         """See `Transport.recreate`: the agent gets a new name, and the descriptor with it."""
         self.close()
-        self._agent = None
-        self._forget_all()
+        self._peers = None
+        self._reads.clear()
+        self._results.clear()
         return self._build()
 
     def serve(self) -> None:
         """See `Transport.serve`."""
-        if self._agent is not None:
-            self._agent.make_progress()
+        if self._peers is not None:
+            self._peers.agent.make_progress()
 
     def close(self) -> None:
         """See `Transport.close`."""
-        if self._agent is not None:
-            self._agent.destroy()
+        if self._peers is not None:
+            self._peers.agent.destroy()
 
     # --- inner workings
 
     @property
-    def _native(self) -> NixlAgent:
-        if self._agent is None:
+    def _live(self) -> NixlPeers:
+        if self._peers is None:
             raise TransferError(TransferReason.CONNECT, "this worker has no NIXL agent: it could not be recreated")
-        return self._agent
-
-    def _forget_all(self) -> None:
-        """No peers and no READs: of a new agent."""
-        self._peers: dict[WorkerRef, _Peer] = {}
-        self._leaving: list[_Peer] = []
-        self._reads: dict[int, _Read] = {}
-        self._results: list[PullResult] = []
-        self._free_slots = list(range(_NUM_SCRATCH_SLOTS))
+        return self._peers
 
     def _build(self) -> Descriptor:
         """A new agent without peers and READs."""
@@ -261,11 +222,9 @@ class NixlTransport:
         device_id = self._kv_cache.device.index or 0
         base = self._kv_cache.data_ptr()
         agent.register([(base, num_blocks * block_bytes, device_id)], memory)
-        agent.register([_region(self._token), _region(self._scratch)], "DRAM")
-        self._local_blocks = agent.prepare("", _blocks(base, num_blocks, block_bytes, device_id), memory)
-        slots = [_region(self._scratch[slot]) for slot in range(_NUM_SCRATCH_SLOTS)]
-        self._local_slots = agent.prepare("", slots, "DRAM")
-        self._agent = agent
+        agent.register([region_of(self._token)], "DRAM")
+        self._local_blocks = agent.prepare("", block_regions(base, num_blocks, block_bytes, device_id), memory)
+        peers = NixlPeers(agent, connect_timeout_s=self._connect_timeout_s, clock=self._clock)
         payload = NixlPayload(
             agent_name=agent.name,
             metadata=agent.metadata(),
@@ -273,7 +232,7 @@ class NixlTransport:
             memory=memory,
             device_id=device_id,
             pid=os.getpid(),
-            token_address=_region(self._token)[0],
+            token_address=region_of(self._token)[0],
             token=self._token.tobytes(),
             node=node_id(),
             ways=one_sided_ways(memory, os.environ.get("UCX_TLS", ""), is_rdma_here=has_rdma()),
@@ -289,48 +248,12 @@ class NixlTransport:
                 payload=encode_payload(payload),
             )
         )
+        self._peers = peers
         return self._own
-
-    def _add(self, descriptor: Descriptor, payload: NixlPayload) -> _Peer:
-        """Load a peer and post its wire-up READ: the first READ from a peer is slow, and this one proves the way."""
-        if not self._free_slots:
-            raise TransferError(
-                TransferReason.CONNECT, f"{_NUM_SCRATCH_SLOTS} peers are connected; disconnect some first"
-            )
-        agent = self._native
-        agent.add_peer(payload.metadata, payload.agent_name)
-        try:
-            regions = _blocks(payload.base_address, descriptor.num_blocks, descriptor.block_bytes, payload.device_id)
-            blocks = agent.prepare(payload.agent_name, regions, payload.memory)
-            token = agent.prepare(payload.agent_name, [(payload.token_address, _TOKEN_BYTES, 0)], "DRAM")
-            slot = self._free_slots[-1]
-            self._scratch[slot] = 0
-            wire_up, _ = agent.post_read(self._local_slots, [slot], token, [0])
-        except TransferError:
-            agent.remove_peer(payload.agent_name)
-            raise
-        self._free_slots.pop()
-        deadline_s = self._clock() + self._connect_timeout_s
-        return _Peer(descriptor, payload, blocks, token, slot, wire_up, deadline_s)
-
-    def _watch_wire_up(self, peer: _Peer) -> bool:
-        """Whether the wire-up READ has ended; then the peer is usable, or has a failure."""
-        if peer.wire_up is None:
-            return True
-        has_ended, failure = self._native.has_ended(peer.wire_up)
-        if not has_ended:
-            return False
-        self._native.release(peer.wire_up)
-        peer.wire_up = None
-        if not failure and self._scratch[peer.slot].tobytes() != peer.payload.token:
-            failure = "the wire-up READ found another process's memory"
-        if failure:
-            peer.failure = TransferError(TransferReason.CONNECT, f"cannot READ from {peer.descriptor.peer}: {failure}")
-        return True
 
     def _watch(self, read: _Read) -> None:
         """Report a READ when it ends, and when its deadline passes."""
-        has_ended, failure = self._native.has_ended(read.native)
+        has_ended, failure = self._live.agent.has_ended(read.native)
         if has_ended:
             self._drop(read)
             self._report_end(read, failure)
@@ -367,22 +290,5 @@ class NixlTransport:
 
     def _drop(self, read: _Read) -> None:
         del self._reads[read.handle]
-        self._native.release(read.native)
-
-    def _remove_ended(self) -> None:
-        """Forget disconnected peers whose READs have all ended; removing one earlier would fence nothing."""
-        for peer in list(self._leaving):
-            if self._watch_wire_up(peer) and not any(read.peer is peer for read in self._reads.values()):
-                self._leaving.remove(peer)
-                self._native.release(peer.blocks)
-                self._native.release(peer.token)
-                self._native.remove_peer(peer.payload.agent_name)
-                self._free_slots.append(peer.slot)
-
-
-def _region(array: NDArray[np.uint8]) -> Region:
-    return (array.ctypes.data, array.nbytes, 0)
-
-
-def _blocks(base: int, num_blocks: int, block_bytes: int, device_id: int) -> list[Region]:
-    return [(base + block_id * block_bytes, block_bytes, device_id) for block_id in range(num_blocks)]
+        read.peer.num_reads -= 1
+        self._live.agent.release(read.native)

@@ -17,6 +17,8 @@ _PEER_REASONS = frozenset(TransferReason) - {
     TransferReason.OTHER,
 }
 """Failures that say something about the way to a peer."""
+FAILURE_TTL_S = 10.0
+"""How long a worker shows a peer's failure mark."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +27,7 @@ class FailureMark:
 
     num_failures: int
     reason: TransferReason
-    """Of the last one."""
+    """Why the last transfer failed."""
     at_s: float
 
 

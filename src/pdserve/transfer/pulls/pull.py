@@ -5,14 +5,13 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass
+from typing import NewType, Protocol
 
 import msgspec
 
+from pdserve.errors import TransferError
 from pdserve.reasons import TransferReason
-from pdserve.registration import WorkerRef
 from pdserve.transfer.base import Descriptor
 
 MAX_READ_BYTES = 8 << 20
@@ -20,6 +19,10 @@ MAX_READ_BYTES = 8 << 20
 SHARED_READ_BYTES = 4 << 20
 """Of one READ where threads share a request: large beside what each costs in Python, and still in caches, for the most
 part, when its own thread verifies it."""
+
+
+Ticket = NewType("Ticket", int)
+"""Names one request of one worker, as `Puller.submit` returns it; never a transport's `Handle` of one READ."""
 
 
 class PullFaults(Protocol):
@@ -38,23 +41,36 @@ class PullFaults(Protocol):
         ...
 
 
+def fail_if_asked(faults: PullFaults | None, stage: TransferReason) -> None:
+    """Let a test hook fail a stage.
+
+    Raises:
+        TransferError: it is to fail now.
+    """
+    if faults is not None and faults.should_fail(stage):
+        raise TransferError(stage, "a test hook made it fail")
+
+
 @dataclass(frozen=True, slots=True)
 class PullOutcome:
     """How a request ended. Blocks hold verified content only if `ok`."""
 
-    ticket: int
-    """What `Puller.submit` returned."""
-    ok: bool
+    ticket: Ticket
     reason: TransferReason | None = None
-    """One of the closed set in `base.py`; "" if `ok`."""
+    """Why it failed; None: it did not."""
     detail: str = ""
-    """For the log."""
+    """The failure in words, for the log."""
     num_bytes: int = 0
-    """Read and verified."""
+    """Bytes that were READ and verified."""
     duration_s: float = 0.0
-    """From the first READ posted (or the submission, if none was) to the end."""
+    """Time between the first READ posted (or the submission, if none was) and the end."""
     is_terminal: bool = True
     """False: the local blocks must stay quarantined until `on_terminal` is called."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether all blocks are here and verified."""
+        return self.reason is None
 
 
 OnOutcome = Callable[[PullOutcome], None]
@@ -84,39 +100,6 @@ class PullRequest(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         assert len(self.remote_ids) == len(self.local_ids) > 0, (self.remote_ids, self.local_ids)
         assert len(self.digests) in (0, len(self.local_ids)), (len(self.digests), len(self.local_ids))
-
-
-@dataclass(slots=True, eq=False)
-class ActivePull:
-    """A request that has not ended, as one transfer thread sees it."""
-
-    ticket: int
-    request: PullRequest
-    peer: WorkerRef
-    submitted_s: float
-    not_before_s: float
-    """A test hook delays the first READ."""
-    waiting: deque[range]
-    """READs not posted yet, as index ranges into the request's lists; shared with other threads' parts of it."""
-    on_end: OnOutcome
-    on_terminal: OnOutcome
-    """As a request's own, of this part."""
-    in_flight: dict[int, range] = field(default_factory=dict)
-    """By the transport's handle."""
-    verifying: list[tuple[Future[int], range]] = field(default_factory=list)
-    """READs that ended and whose blocks are being compared with their digests aside."""
-    is_connecting: bool = False
-    first_read_s: float | None = None
-    num_bytes: int = 0
-    num_unended_reads: int = 0
-    """Given up, but not terminal."""
-    outcome: PullOutcome | None = None
-    """Of this part."""
-
-    @property
-    def is_done(self) -> bool:
-        """Whether nothing is left to READ or to verify: all is here, or a matter of another thread's part."""
-        return not self.waiting and not self.in_flight and not self.verifying
 
 
 def split_into_reads(

@@ -24,18 +24,22 @@ from pdserve.reasons import TransferReason
 from pdserve.registration import WorkerRef
 from pdserve.transfer.base import Descriptor, Transport
 from pdserve.transfer.memory import bytes_view
-from pdserve.transfer.pulls.peer_failures import FailureMark, PeerFailures
+from pdserve.transfer.pulls.fenced_transport import FencedTransport
+from pdserve.transfer.pulls.peer_failures import FAILURE_TTL_S, FailureMark, PeerFailures
 from pdserve.transfer.pulls.pull import (
     MAX_READ_BYTES,
     SHARED_READ_BYTES,
     PullFaults,
     PullOutcome,
     PullRequest,
+    Ticket,
     split_into_reads,
 )
 from pdserve.transfer.pulls.pull_rounds import PullRounds
+from pdserve.transfer.pulls.quarantine import DEFAULT_LIMITS, Quarantine, QuarantineLimits
 from pdserve.transfer.pulls.shared_pull import SharedPull
 from pdserve.transfer.pulls.transfer_thread import TransferThread
+from pdserve.transfer.pulls.verifier import Verifier
 
 _log = logging.getLogger(__name__)
 
@@ -50,13 +54,9 @@ class Puller:
         transports: registered ones, by name.
         kv_cache: `[num_blocks, …]`, the tensor they were registered with.
         num_threads: more than one help where a transport has `another_reader`; a worker that only serves needs one.
+        limits: how long READs that were given up are waited for.
+        max_read_bytes: size of one READ at most; None: what is best for its threads.
         faults: test hooks.
-        quarantine_s: how long a READ that was given up may stay unended before the agent is recreated (two leases).
-        max_quarantined_ratio: of the block pool, over all threads; beyond it the agent is recreated earlier.
-        max_read_bytes: of one READ; None: what is best for its threads.
-        max_reads_per_peer: on their way at the same time, of one thread.
-        drain_s: how long healthy READs may take to end before an agent is recreated or closed.
-        failure_ttl_s: how long a peer's failure mark is shown.
         on_descriptor: called in the first transfer thread when a descriptor changed: announce it.
     """
 
@@ -66,36 +66,33 @@ class Puller:
         kv_cache: torch.Tensor,
         *,
         num_threads: int = 2,
-        faults: PullFaults | None = None,
-        quarantine_s: float = 20.0,
-        max_quarantined_ratio: float = 0.1,
+        limits: QuarantineLimits = DEFAULT_LIMITS,
         max_read_bytes: int | None = None,
-        max_reads_per_peer: int = 2,
-        drain_s: float = 2.0,
-        failure_ttl_s: float = 10.0,
+        faults: PullFaults | None = None,
         on_descriptor: Callable[[Descriptor], None] = lambda descriptor: None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        clock = time.monotonic
         self._block_bytes, self._max_read_bytes = bytes_view(kv_cache).shape[1], max_read_bytes
-        self._failures = PeerFailures(failure_ttl_s, clock)
-        # A device digests blocks when it comes to it; nobody waits for that in a transfer thread.
+        self._failures = PeerFailures(FAILURE_TTL_S, clock)
         self._aside = None if kv_cache.device.type == "cpu" else ThreadPoolExecutor(1, "kv-verify")
+        verifier = Verifier(kv_cache, aside=self._aside, faults=faults)
         of_threads = [transports, *_further_readers(transports, num_threads - 1)]
-        self._rounds = [
-            PullRounds(
-                readers,
-                kv_cache,
-                faults=faults,
-                quarantine_s=quarantine_s,
-                max_quarantined_ratio=max_quarantined_ratio / len(of_threads),
-                max_reads_per_peer=max_reads_per_peer,
-                drain_s=drain_s,
-                on_descriptor=on_descriptor if readers is transports else _ignore,
-                clock=clock,
-                verify_aside=self._aside,
-            )
-            for readers in of_threads
-        ]
+        max_blocks = limits.max_ratio * kv_cache.shape[0] / len(of_threads)
+
+        def rounds_over(readers: Mapping[str, Transport]) -> PullRounds:
+            fenced = [
+                FencedTransport(
+                    transport,
+                    Quarantine(limits.max_age_s, max_blocks, clock),
+                    drain_s=limits.drain_s,
+                    on_descriptor=on_descriptor if readers is transports else _ignore,
+                    clock=clock,
+                )
+                for transport in readers.values()
+            ]
+            return PullRounds(fenced, verifier, drain_s=limits.drain_s, faults=faults, clock=clock)
+
+        self._rounds = [rounds_over(readers) for readers in of_threads]
         self._threads = [TransferThread(f"kv-transfer-{n}", rounds) for n, rounds in enumerate(self._rounds)]
         self._backends = [frozenset(readers) for readers in of_threads]
         self._tickets = itertools.count(1)
@@ -111,13 +108,13 @@ class Puller:
         """Connect to a peer before its first request: the first READ from a peer is slow."""
         self._command(lambda rounds: rounds.prepare(descriptor))
 
-    def submit(self, request: PullRequest) -> int:
+    def submit(self, request: PullRequest) -> Ticket:
         """Fetch blocks; returns a ticket for `abort`.
 
         Raises:
             TransferError: reason aborted: the puller is closed.
         """
-        ticket = next(self._tickets)
+        ticket = Ticket(next(self._tickets))
         readers = self._readers(request.descriptor.backend)
         num_blocks, num_readers = len(request.local_ids), len(readers)
         max_read_bytes = self._max_read_bytes or (SHARED_READ_BYTES if num_readers > 1 else MAX_READ_BYTES)
@@ -134,7 +131,7 @@ class Puller:
                 readers[(ticket + part) % num_readers].command(begin)
         return ticket
 
-    def abort(self, ticket: int) -> None:
+    def abort(self, ticket: Ticket) -> None:
         """End a request with reason aborted, unless it has ended."""
         self._command(lambda rounds: rounds.abort(ticket))
 
@@ -195,7 +192,7 @@ class Puller:
         for thread in self._threads:
             thread.command(command)
 
-    def _stop(self, ticket: int) -> None:
+    def _stop(self, ticket: Ticket) -> None:
         if self._is_closing:
             return  # each thread lets its own READs end
         self._tell_all(lambda rounds: rounds.abort(ticket))

@@ -6,7 +6,7 @@ import dataclasses
 import threading
 from collections.abc import Callable
 
-from pdserve.transfer.pulls.pull import PullOutcome, PullRequest
+from pdserve.transfer.pulls.pull import PullOutcome, PullRequest, Ticket
 
 
 class SharedPull:
@@ -24,7 +24,7 @@ class SharedPull:
         self,
         request: PullRequest,
         num_parts: int,
-        stop: Callable[[int], None],
+        stop: Callable[[Ticket], None],
         note_end: Callable[[PullRequest, PullOutcome], None],
     ) -> None:
         self._request, self._num_parts = request, num_parts

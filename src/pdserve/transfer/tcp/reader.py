@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from pdserve.errors import TransferError
 from pdserve.reasons import TransferReason
-from pdserve.transfer.base import Descriptor
+from pdserve.transfer.base import Descriptor, Handle
 from pdserve.transfer.memory import BlockMemory
 from pdserve.transfer.tcp.wire import (
     Answer,
@@ -37,7 +37,7 @@ _ABORT_WAIT_S = 1.0
 class TcpRead:
     """One READ on its way."""
 
-    handle: int
+    handle: Handle
     nonce: str
     remote_ids: list[int]
     local_ids: list[int]

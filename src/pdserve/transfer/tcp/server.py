@@ -16,21 +16,40 @@ from pdserve.transfer.tcp.grants import Grants
 from pdserve.transfer.tcp.wire import PROTOCOL_VERSION, Answer, Hello, Read, hang_up, receive_frame, send_frame, wake
 
 _ACCEPT_POLL_S = 0.5
-"""How soon `close` is noticed where ending a listening socket wakes nobody."""
+"""How soon `close` is noticed where ending a listening socket wakes no thread that accepts on it."""
+_FRAME_TIMEOUT_S = 5.0
+"""How long a greeting may take, or a whole piece that the reader's side has to take in."""
+_IDLE_TIMEOUT_S = 120.0
+"""How long a connection may last without a Read."""
 
 _log = logging.getLogger(__name__)
 
 
-class BlockServer:
-    """Listens, and answers each connection in a thread of its own.
-
-    Args:
-        frame_timeout_s: for a greeting, for a whole piece to be taken by the reader's side.
-        idle_timeout_s: for the next Read on a connection.
-        max_connections: further ones are hung up on at once.
+def open_listener(host: str, port: int) -> socket.socket:
+    """A listening socket; port 0 takes any free one.
 
     Raises:
         TransferError: reason lookup: the port cannot be bound.
+    """
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=128)
+    except OSError as error:
+        raise TransferError(
+            TransferReason.LOOKUP, f"cannot listen on TRANSFER_HOST {host}, TRANSFER_PORT {port}: {error}"
+        ) from error
+
+
+class BlockServer:
+    """Answers each connection in a thread of its own.
+
+    Args:
+        memory: the blocks to serve.
+        grants: which hand-off may read which of them.
+        identity: the worker and generation that readers must name.
+        kv_signature: what the blocks mean; readers must name the same.
+        listener: a listening socket, closed with the server.
+        max_connections: further ones are hung up on at once.
     """
 
     def __init__(
@@ -39,29 +58,17 @@ class BlockServer:
         grants: Grants,
         identity: WorkerRef,
         kv_signature: str,
+        listener: socket.socket,
         *,
-        host: str,
-        port: int,
-        frame_timeout_s: float = 5.0,
-        idle_timeout_s: float = 120.0,
         max_connections: int = 256,
     ) -> None:
         self._memory, self._grants = memory, grants
         self._identity, self._kv_signature = identity, kv_signature
-        self._frame_timeout_s, self._idle_timeout_s = frame_timeout_s, idle_timeout_s
-        self._max_connections = max_connections
+        self._listener, self._max_connections = listener, max_connections
         self._lock = threading.Lock()
         self._connections: dict[socket.socket, threading.Thread] = {}
         self._is_closed = False
-        try:
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            self._listener = socket.create_server((host, port), family=family, backlog=128)
-        except OSError as error:
-            raise TransferError(
-                TransferReason.LOOKUP, f"cannot listen on TRANSFER_HOST {host}, TRANSFER_PORT {port}: {error}"
-            ) from error
         self._listener.settimeout(_ACCEPT_POLL_S)
-        self.port: int = self._listener.getsockname()[1]
         self._acceptor = threading.Thread(target=self._accept, name="kv-accept", daemon=True)
         self._acceptor.start()
 
@@ -74,7 +81,7 @@ class BlockServer:
             wake(connection)
         for thread in (self._acceptor, *connections.values()):
             if thread is not threading.current_thread():
-                thread.join(self._frame_timeout_s)
+                thread.join(_FRAME_TIMEOUT_S)
 
     def _accept(self) -> None:
         with self._listener:
@@ -105,7 +112,7 @@ class BlockServer:
         """One connection from greeting to end."""
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection.settimeout(self._frame_timeout_s)
+            connection.settimeout(_FRAME_TIMEOUT_S)
             if self._greet(connection):
                 while True:
                     self._answer_read(connection)
@@ -137,9 +144,9 @@ class BlockServer:
         return not answer.reason
 
     def _answer_read(self, connection: socket.socket) -> None:
-        connection.settimeout(self._idle_timeout_s)
+        connection.settimeout(_IDLE_TIMEOUT_S)
         read = receive_frame(connection, Read)
-        connection.settimeout(self._frame_timeout_s)
+        connection.settimeout(_FRAME_TIMEOUT_S)
         refusal = self._grants.refusal(read.nonce, read.block_ids)
         if refusal:
             send_frame(connection, Answer(reason=refusal, detail="no hand-off with this nonce may read these blocks"))

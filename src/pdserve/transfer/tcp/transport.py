@@ -18,12 +18,12 @@ import torch
 from pdserve.errors import TransferError
 from pdserve.reasons import TransferReason
 from pdserve.registration import WorkerRef
-from pdserve.transfer.base import Descriptor, PullResult, PullState, Transport, wait_connected
+from pdserve.transfer.base import Descriptor, Handle, PullResult, PullState, Transport, wait_connected
 from pdserve.transfer.descriptor import check_compatible, check_intact, seal
 from pdserve.transfer.memory import BlockMemory
 from pdserve.transfer.tcp.grants import Grants
 from pdserve.transfer.tcp.reader import PeerReader, TcpRead
-from pdserve.transfer.tcp.server import BlockServer
+from pdserve.transfer.tcp.server import BlockServer, open_listener
 from pdserve.transfer.tcp.wire import TcpPayload
 
 
@@ -60,7 +60,7 @@ class TcpTransport:
         self._grants = Grants()
         self._server: BlockServer | None = None
         self._peers: dict[WorkerRef, PeerReader] = {}
-        self._reads: dict[int, tuple[TcpRead, PeerReader]] = {}
+        self._reads: dict[Handle, tuple[TcpRead, PeerReader]] = {}
         self._results: list[PullResult] = []
         self._ended: deque[tuple[TcpRead, TransferError | None]] = deque()  # appended by the readers' threads
 
@@ -68,9 +68,9 @@ class TcpTransport:
         """See `Transport.register`."""
         assert self._server is None, "register is called once"
         self._memory = BlockMemory(kv_cache)
-        identity = WorkerRef(worker_id, generation)
-        self._server = BlockServer(self._memory, self._grants, identity, kv_signature, host=self._host, port=self._port)
-        payload = TcpPayload(host=self._advertise_host, port=self._server.port)
+        listener, identity = open_listener(self._host, self._port), WorkerRef(worker_id, generation)
+        payload = TcpPayload(host=self._advertise_host, port=listener.getsockname()[1])
+        self._server = BlockServer(self._memory, self._grants, identity, kv_signature, listener)
         self._own = seal(
             Descriptor(
                 backend=self.name,
@@ -134,7 +134,9 @@ class TcpTransport:
         """See `Transport.connect`."""
         wait_connected(self, descriptor)
 
-    def pull(self, peer: WorkerRef, nonce: str, remote_ids: list[int], local_ids: list[int], deadline_s: float) -> int:
+    def pull(
+        self, peer: WorkerRef, nonce: str, remote_ids: list[int], local_ids: list[int], deadline_s: float
+    ) -> Handle:
         """See `Transport.pull`."""
         assert len(remote_ids) == len(local_ids) > 0, (remote_ids, local_ids)
         if not self.is_connected(peer):
@@ -144,7 +146,7 @@ class TcpTransport:
             raise TransferError(
                 TransferReason.GEOMETRY, f"{peer} has {reader.descriptor.num_blocks} blocks, wanted {remote_ids}"
             )
-        read = TcpRead(next(self._handles), nonce, remote_ids, local_ids, deadline_s)
+        read = TcpRead(Handle(next(self._handles)), nonce, remote_ids, local_ids, deadline_s)
         self._reads[read.handle] = (read, reader)
         reader.submit(read)
         return read.handle
@@ -163,7 +165,7 @@ class TcpTransport:
         self._results.clear()
         return results
 
-    def abort(self, handle: int) -> bool:
+    def abort(self, handle: Handle) -> bool:
         """See `Transport.abort`."""
         if handle not in self._reads:
             return True
