@@ -224,7 +224,7 @@ def test_closing_leaves_no_thread_and_no_file_behind():
 def test_grants_tell_apart_unknown_nonces_and_foreign_blocks():
     grants = Grants()
     grants.allow("a", [1, 2])
-    assert grants.refusal("a", [1]) == ""
+    assert grants.refusal("a", [1]) is None
     assert grants.refusal("a", [3]) == "lookup"
     assert grants.refusal("b", [1]) == "nonce"
     assert grants.refusal("", [1]) == "nonce"
