@@ -48,7 +48,7 @@ class Limits:
 
     read_gb_per_s: float = 0.0
     gflops: dict[int, float] = field(default_factory=dict)
-    """By the type in which weights are packed: pairs are multiplied twice as fast."""
+    """Rate by the type in which weights are packed: pairs are multiplied twice as fast."""
     _memory: torch.Tensor = field(default_factory=lambda: map_memory(512 << 20).fill_(1))
 
     def measure(self, executor: CpuExecutor) -> None:
@@ -69,7 +69,7 @@ class Limits:
 
 
 def parse(name: str, description: str, argv: list[str] | None) -> argparse.Namespace:
-    """Options of both benchmarks."""
+    """The options that both benchmarks understand."""
     commands = parser(name, description)
     commands.add_argument("--model", type=Path, help="a model folder; default: random weights of SmolLM2-135M's shape")
     commands.add_argument("--variants", default=",".join(VARIANTS), help="comma-separated: fp32, bf16, int8")
@@ -94,7 +94,7 @@ def load(options: argparse.Namespace, num_blocks: int) -> dict[str, CpuExecutor]
 
 
 def timed(action: Callable[[], object]) -> float:
-    """Seconds."""
+    """Seconds of wall time that the action took."""
     start = time.perf_counter()
     action()
     return time.perf_counter() - start

@@ -19,11 +19,11 @@ CONTEXT = range(320, 448)
 """Tokens before the one that is decoded; sequences of a batch differ."""
 BLOCKS_PER_SEQUENCE = CONTEXT.stop // BLOCK_SIZE
 TARGETS = {1: at_least(0.85), 8: at_least(0.65), 32: at_least(0.5)}
-"""Of the share of the limit, fp32, by batch size."""
+"""The least share of the physical limit that fp32 has to reach, by batch size."""
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Measure and print."""
+    """Measure all variants in turns, and print the figures."""
     options = parse("decode_step", __doc__ or "", argv)
     num_blocks = max(BATCH_SIZES) * BLOCKS_PER_SEQUENCE
     executors, limits = load(options, num_blocks), Limits()

@@ -48,11 +48,11 @@ _MIN_STEP_S = 10.0
 
 @dataclass
 class Step:
-    """What one step found."""
+    """Name, verdict and findings of one step."""
 
     name: str
     verdict: str = "ok"
-    """ok, failed, or skipped."""
+    """One of ok, failed and skipped."""
     lines: list[str] = field(default_factory=list)
     data: Any = None
     duration_s: float = 0.0
@@ -72,11 +72,11 @@ class Check:
 
     @property
     def left_s(self) -> float:
-        """Time left."""
+        """Seconds until the limit; below zero when it has passed."""
         return LIMIT_S - (time.monotonic() - self.began_s)
 
     def run(self, name: str, body: Callable[[Check, Step], None]) -> None:
-        """One step; its failure is written down, not raised."""
+        """Run one step; its failure is written down, not raised."""
         step, start_s = Step(name), time.monotonic()
         print(f"== {name}", flush=True)
         if self.left_s < _MIN_STEP_S:
@@ -93,7 +93,7 @@ class Check:
         self.write()
 
     def write(self) -> None:
-        """The report as it stands."""
+        """Write the report as it stands, in both forms."""
         self.report.mkdir(parents=True, exist_ok=True)
         facts = environment(self)
         found = {"environment": facts, "steps": [asdict(step) for step in self.steps]}
@@ -105,7 +105,7 @@ class Check:
 
 
 def environment(check: Check) -> dict[str, str]:
-    """Date, hardware and versions."""
+    """Date, hardware, and versions of the packages that matter."""
     import torch  # noqa: PLC0415  see above
 
     facts = {"date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")}
@@ -128,7 +128,7 @@ def environment(check: Check) -> dict[str, str]:
 
 
 def ceilings(check: Check, step: Step) -> None:
-    """Copy and matrix product."""
+    """Measure the rates of a copy and of a matrix product, which the kernels are held against."""
     from benchmarks.gpu.bench import measure_ceilings  # noqa: PLC0415
 
     check.ceilings = measure_ceilings(check.device)
@@ -141,7 +141,7 @@ def ceilings(check: Check, step: Step) -> None:
 
 
 def kernel(name: str) -> Callable[[Check, Step], None]:
-    """One kernel against its twin, and how near it comes to the ceilings."""
+    """A step that compares one kernel with its twin and tells how near it comes to the ceilings."""
 
     def body(check: Check, step: Step) -> None:
         from benchmarks.gpu.bench import check_and_time  # noqa: PLC0415
@@ -159,7 +159,7 @@ def kernel(name: str) -> Callable[[Check, Step], None]:
 
 
 def other_attention(check: Check, step: Step) -> None:
-    """Ours, SDPA and FlexAttention."""
+    """Compare our decode attention with torch's SDPA and FlexAttention."""
     from benchmarks.gpu.bench import TOLERANCES  # noqa: PLC0415
 
     found = importlib.import_module("benchmarks.kernels.paged_decode_attention").compare(
@@ -173,7 +173,7 @@ def other_attention(check: Check, step: Step) -> None:
 
 
 def decode_steps(check: Check, step: Step) -> None:
-    """With and without graphs."""
+    """Time decode steps with and without CUDA graphs, and compare their logits."""
     from benchmarks.gpu.executor import decode_step_times  # noqa: PLC0415
 
     step.data = decode_step_times(check.device, check.dtype, check.is_tiny)
@@ -187,7 +187,7 @@ def decode_steps(check: Check, step: Step) -> None:
 
 
 def greedy_tokens(check: Check, step: Step) -> None:
-    """A small model, token for token."""
+    """Compare the greedy tokens of a small model with those of transformers."""
     from benchmarks.gpu.executor import compare_greedy  # noqa: PLC0415
 
     num_equal, num_all = compare_greedy(check.device, is_tiny=check.is_tiny)
@@ -198,7 +198,7 @@ def greedy_tokens(check: Check, step: Step) -> None:
 
 
 def service(check: Check, step: Step) -> None:
-    """Prefill and decode worker as two processes on one GPU, KV over NIXL; compared with transformers."""
+    """Run prefill and decode worker as two processes on one GPU, KV over NIXL; compare with transformers."""
     how = ["auto", "auto", "2"] if check.is_tiny else ["cuda", "nixl", "16"]
     command = [sys.executable, "-m", "pdserve", "verify", "--model", "tiny"]
     command += [f"{flag}={value}" for flag, value in zip(("--executor", "--transport", "--prompts"), how, strict=True)]
@@ -220,7 +220,7 @@ STEPS: dict[str, Callable[[Check, Step], None]] = {
     "service": service,
     "other attention": other_attention,
 }
-"""In the order of their worth, should time run out."""
+"""All steps in the order of their worth, should time run out."""
 
 
 def main() -> int:

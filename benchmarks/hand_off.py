@@ -40,13 +40,13 @@ from pdserve.transfer.pulls.puller import Puller
 from pdserve.transfer.tcp.transport import TcpTransport
 
 BLOCK_BYTES = 30 * 2 * 16 * 3 * 64 * 4
-"""SmolLM2-135M, 16 tokens, fp32."""
+"""Bytes of a block of 16 tokens of SmolLM2-135M in fp32."""
 RAW, MEMCPY = "raw NIXL", "memcpy"
 _GROUPS = ((MEMCPY, RAW, "Puller nixl", "Puller nixl, digests"), ("Puller tcp", "Puller tcp, digests"))
 """What takes turns: threads that answer over tcp work on for a while, which is no part of NIXL's transfers."""
 _TIMEOUT_S = 30.0
 _MANY = 3
-"""At most so many times more rounds for small transfers."""
+"""Small transfers get at most so many times more rounds than large ones."""
 
 
 class Reader:
@@ -197,7 +197,7 @@ def _raw_agent(blocks: torch.Tensor, offer: dict[str, Any]) -> tuple[NixlAgent, 
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Measure and print."""
+    """Measure transfers and the gap in a service's answers, or one of the two; print the figures."""
     options = _parse(argv)
     warn_when_busy()
     os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -29,7 +29,7 @@ _SERVE_S = 0.001
 
 
 def main() -> None:
-    """Serve until stdin ends."""
+    """Offer the blocks for reading until stdin ends."""
     num_blocks, block_bytes = map(int, sys.argv[1:])
     blocks = map_memory(num_blocks * block_bytes).view(num_blocks, block_bytes)
     blocks.random_(generator=torch.Generator().manual_seed(0))

@@ -26,20 +26,20 @@ _PATTERN = re.compile(r"p(\d+)d(\d+)((?:\+(?:nice\d+|rest\d+|pin|active))*)")
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Who computes where, and who yields."""
+    """How two workers share the cores: which computes where, and which yields."""
 
     prefill_threads: int
     decode_threads: int
     niceness: int = 0
-    """Of the prefill worker; the decode worker's is 0."""
+    """Niceness of the prefill worker; that of the decode worker is 0."""
     rest_ms: int = 0
-    """Between the beginnings of decode steps while prompts are computed."""
+    """Least milliseconds between the beginnings of decode steps while prompts are computed."""
     is_pinned: bool = False
     waits_actively: bool = False
 
     @classmethod
     def parse(cls, text: str) -> Layout:
-        """Read `p1d2+nice10`.
+        """Read a layout as the command line names it, such as `p1d2+nice10`.
 
         Raises:
             SettingError: it is none.
@@ -63,11 +63,11 @@ class Layout:
 
     @property
     def start(self) -> tuple[int, int, int, bool]:
-        """What is fixed when the processes start; the rest can be changed while they run."""
+        """What is fixed when the processes start; all else can be changed while they run."""
         return self.prefill_threads, self.decode_threads, self.rest_ms, self.waits_actively
 
     def cores(self, role: str) -> set[int]:
-        """Cores of a worker."""
+        """Cores that a worker of this role computes on."""
         usable = sorted(os.sched_getaffinity(0))
         if not self.is_pinned:
             return set(usable)
@@ -82,7 +82,7 @@ def _of_up() -> Layout:
 
 
 UP = _of_up()
-"""What `pdserve up` does on this machine."""
+"""The layout that `pdserve up` chooses on this machine."""
 
 
 class Services:

@@ -16,7 +16,7 @@ CHUNK_TOKENS = 512
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Measure and print."""
+    """Measure all variants in turns, and print the figures."""
     options = parse("prefill", __doc__ or "", argv)
     executors, limits = load(options, max(PROMPT_TOKENS) // BLOCK_SIZE), Limits()
     times_s: dict[tuple[str, int], list[float]] = {}

@@ -32,7 +32,7 @@ class Target:
     is_minimum: bool
 
     def is_met(self, value: float) -> bool:
-        """NaN never meets anything."""
+        """Whether the value reaches the target; NaN never does."""
         return value >= self.limit if self.is_minimum else value <= self.limit
 
     def __str__(self) -> str:
@@ -40,21 +40,21 @@ class Target:
 
 
 def at_least(limit: float) -> Target:
-    """The more the better."""
+    """A target that figures of at least `limit` reach: the more, the better."""
     return Target(limit, is_minimum=True)
 
 
 def at_most(limit: float) -> Target:
-    """The less the better."""
+    """A target that figures of at most `limit` reach: the less, the better."""
     return Target(limit, is_minimum=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One figure."""
+    """One figure: what was measured of which engine, and what it has to reach."""
 
     engine: str
-    """pdserve, or a peer."""
+    """pdserve, or the name of a peer."""
     precision: str
     """fp32 | bf16 | int8 | q8_0 | any."""
     case: str
@@ -73,7 +73,7 @@ class Row:
         return "PASS" if self.target.is_met(self.value) else "FAIL"
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON, which has no NaN."""
+        """The figure as values for JSON, where null stands for NaN."""
         row: dict[str, Any] = {name: getattr(self, name) for name in ("engine", "precision", "case", "metric", "unit")}
         row |= {"value": _number(self.value), "runs": [_number(run) for run in self.runs]}
         return row | ({"target": str(self.target), "verdict": self.verdict} if self.target else {})
@@ -89,7 +89,7 @@ def median_row(
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Markdown, aligned for a terminal."""
+    """The rows as a Markdown table that is aligned for a terminal."""
     cells = [list(_COLUMNS), *(_cells(row) for row in rows)]
     widths = [max(len(line[index]) for line in cells) for index in range(len(_COLUMNS))]
     rule = ["-" * width for width in widths]
@@ -117,7 +117,7 @@ def parser(name: str, description: str) -> argparse.ArgumentParser:
 
 
 def warn_when_busy() -> None:
-    """Others' work on this machine is measured too."""
+    """Print a warning when other programs keep this machine busy: their work is measured too."""
     if (load := os.getloadavg()[0]) > MAX_LOAD:
         print(f"(others use this machine: load average {load:.1f}; the figures tell little)")
 
@@ -153,7 +153,7 @@ def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
 
 
 def _shown(value: float) -> str:
-    """Three significant digits, never an exponent."""
+    """The value with three significant digits, never with an exponent."""
     if math.isnan(value):
         return "-"
     if value == 0 or abs(value) >= 100:

@@ -169,7 +169,7 @@ def _scaled(tokens: int, scale: float) -> int:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Measure and print."""
+    """Measure the cases or the layouts that were asked for, and print the figures."""
     options = _parse(argv)
     warn_when_busy()
     settings = dict(pair.split("=", 1) for pair in options.set)

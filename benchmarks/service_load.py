@@ -70,7 +70,7 @@ class _Watched:
         self._pool, self._num_missing = pool, num_events
 
     async def post(self, path: str, body: bytes, on_body: OnBody) -> int:
-        """As the pool's; a request that ends sooner is calm too."""
+        """Send as the pool does, and note each arrival; a request that ends early is calm too."""
         self.sent_s = time.perf_counter()
 
         def on_piece(piece: bytes, now_s: float) -> None:
@@ -87,7 +87,7 @@ class _Watched:
             self.is_calm.set()
 
     def record(self, prompt: Prompt) -> RequestRecord:
-        """Of a stream that was cut off."""
+        """The record of a stream that was cut off: it ends with its last arrival."""
         num_tokens = sum(arrival.num_tokens or 0 for arrival in self.arrivals)
         end_s = self.arrivals[-1].at_s
         return RequestRecord(self.sent_s, self.sent_s, end_s, tuple(self.arrivals), prompt.num_tokens, num_tokens)
@@ -121,7 +121,7 @@ class Load:
         await self._server.close()
 
     async def answer(self, num_input_tokens: int, num_output_tokens: int) -> RequestRecord:
-        """One request."""
+        """Send one request and wait for its whole answer."""
         return await self._send(self._prompts.make(num_input_tokens, num_output_tokens))
 
     async def closed(self, concurrency: int, num: int, input_tokens: int, output_tokens: int) -> list[RequestRecord]:

@@ -1,4 +1,4 @@
-"""From `pdserve up` to the first answer, by stage: with weights of each worker's own, and with shared ones.
+"""Time from `pdserve up` to the first answer, by stage: with weights of each worker's own, and with shared ones.
 
 The model has been made before (its conversion is once, and is not a start); files are in the page cache. Processor
 seconds stand beside wall time, for other programs on the machine stretch only the latter.
@@ -34,14 +34,14 @@ class Start:
     ready_s: float = 0.0
     first_answer_s: float = 0.0
     processor_s: float = 0.0
-    """Of all processes, until the first answer."""
+    """Processor seconds of all processes until the first answer."""
     memory_bytes: int = 0
-    """Of all processes, pages that several share counted once."""
+    """Memory of all processes, pages that several share counted once."""
     stages_s: dict[tuple[str, str], float] = field(default_factory=dict)
     """(role, stage) → seconds; stage `total` too."""
 
     def read(self, line: str) -> None:
-        """One line of the supervisor's."""
+        """Take in one line of the supervisor's output."""
         if (match := _STAGES.match(line)) is not None:
             role, total_s, parts = match.groups()
             self.stages_s[role, "total"] = float(total_s)
@@ -51,7 +51,7 @@ class Start:
 
 
 def measure(arguments: Sequence[str], number: int, timeout_s: float = 180.0) -> Start:
-    """Start, ask once, stop.
+    """Start the service, ask it once, and stop it.
 
     Raises:
         RuntimeError: it was not ready in time.
@@ -117,7 +117,7 @@ def rows_of(case: str, precision: str, starts: Sequence[Start]) -> list[Row]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark."""
+    """Measure some starts of each case, and print the figures."""
     options = _parse(argv)
     warn_when_busy()
     arguments = ["--model", options.model, "--dtype", options.dtype, *options.arguments]

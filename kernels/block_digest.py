@@ -15,14 +15,14 @@ from pdserve.kernels.gather_blocks import words_of
 from pdserve.kernels.launch import cdiv
 
 TILE_WORDS = 1024
-"""64-bit words of one program, at a time."""
+"""Number of 64-bit words that one program reads at a time."""
 BLOCKS = 8
-"""Blocks of one program: shares the cost of the weights."""
+"""Number of blocks of one program, which share the cost of the weights."""
 
 
 @triton.jit
 def _weights(word, seed):
-    """Of words: of their places in runs of 512 words, times of the runs."""
+    """Each word's weight: that of its place in a run of 512 words, times that of the run."""
     return _split_mix(word % 512, seed) * _split_mix(512 + word // 512, seed)
 
 
@@ -65,7 +65,7 @@ def block_digest_kernel(
 
 
 def block_digest(kv_cache: Tensor, block_ids: Tensor) -> Tensor:
-    """Both 64-bit sums of each block.
+    """Both 64-bit sums over the words of each block.
 
     Args:
         kv_cache: `[num_blocks, …]`, contiguous; a block has a multiple of 4 bytes.

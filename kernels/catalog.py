@@ -45,7 +45,7 @@ class KernelCase:
 
     @property
     def name(self) -> str:
-        """Unique, without spaces."""
+        """The case's name in tables and options: unique, and without spaces."""
         return f"{self.module}/{self.variant}"
 
 
@@ -54,7 +54,7 @@ _EXACT = "bit for bit"
 
 
 def cases() -> list[KernelCase]:
-    """All of them, in a fixed order."""
+    """All cases of all kernels, in a fixed order."""
     return [*_attention(), *_layers(), *_blocks(), _sampling()]
 
 

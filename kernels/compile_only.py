@@ -153,7 +153,7 @@ def _type_of(value: object) -> str:
 
 
 def _disassemble(cubin: bytes) -> tuple[int, str]:
-    """Registers of a thread, and the instructions as text."""
+    """The number of registers of a thread, and the instructions as text."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -169,7 +169,7 @@ def _run(tool: str, *arguments: str) -> str:
 
 
 def main() -> int:
-    """Print what was asked for."""
+    """Print what the command line asks for; returns the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
     parser.add_argument("case", nargs="*", help="names from the catalogue; none: all")
     parser.add_argument("--arch", type=int, nargs="+", default=list(ARCHS))

@@ -41,7 +41,7 @@ def check_float(**tensors: Tensor) -> None:
 
 
 def capability(device: torch.device) -> int:
-    """Compute capability, 90 for 9.0; of the oldest GPU that is served where there is none."""
+    """Compute capability of the device, 90 for 9.0; without a GPU, that of the oldest one that is served."""
     if device.type != "cuda":
         return 80
     major, minor = torch.cuda.get_device_capability(device)
@@ -59,5 +59,5 @@ def cdiv(number: int, divisor: int) -> int:
 
 
 def dot_precision(dtype: torch.dtype) -> str:
-    """Of `tl.dot`: real float32 instead of TF32; other types have no choice."""
+    """The input precision that `tl.dot` is given: real float32 instead of TF32; other types have no choice."""
     return "ieee" if dtype is torch.float32 else "tf32"

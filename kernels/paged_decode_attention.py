@@ -20,7 +20,7 @@ from pdserve.kernels.launch import IS_INTERPRETED, LOG2_E, check_float, dot_prec
 from pdserve.kernels.splits import SPLIT_TOKENS, num_splits
 
 MAX_WINDOW = 1 << 30
-"""Stands for no sliding window."""
+"""The window, in tokens, that stands for no sliding window."""
 
 
 @triton.jit(
@@ -154,7 +154,7 @@ class DecodeTile:
     """How one program is laid out."""
 
     tokens: int
-    """Keys and values at once; divides SPLIT_TOKENS."""
+    """Number of tokens whose keys and values are read at once; divides SPLIT_TOKENS."""
     num_warps: int
     num_stages: int
 

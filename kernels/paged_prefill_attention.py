@@ -168,7 +168,7 @@ class PrefillTile:
 
     queries: int
     tokens: int
-    """Keys and values at once."""
+    """Number of tokens whose keys and values are read at once."""
     num_warps: int
     num_stages: int
 

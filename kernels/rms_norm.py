@@ -12,7 +12,7 @@ from pdserve.kernels.launch import cdiv, check_float, next_power_of_2
 _TILE_VALUES = 4096
 """Values that one program holds at once, unless one row has more."""
 MAX_ROW = 32_768
-"""Values of a row: it is held in registers."""
+"""The most values that a row may have: it is held in registers."""
 
 
 @triton.jit(do_not_specialize=["num_rows"])

@@ -7,11 +7,11 @@ SPLIT_TOKENS = 256
 
 
 def num_splits(max_context_len: int) -> int:
-    """Splits of a context; at least one."""
+    """The number of splits of a context of so many tokens; at least one."""
     return max(1, -(-max_context_len // SPLIT_TOKENS))
 
 
 def workspace_bytes(num_seqs: int, num_heads: int, head_dim: int, max_context_len: int) -> int:
-    """Memory of the partial results of one call; a single split has none."""
+    """Bytes that the partial results of one call take; a single split has none."""
     count = num_splits(max_context_len)
     return 0 if count == 1 else num_seqs * num_heads * count * (head_dim + 2) * 4

@@ -10,7 +10,7 @@ from torch import Tensor
 from pdserve.kernels.launch import cdiv, check_float, next_power_of_2
 
 TILE_VALUES = 2048
-"""Results of one program."""
+"""Number of results that one program computes."""
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -59,6 +59,6 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 
 def tile_shape(size: int) -> tuple[int, int]:
-    """Rows and columns of one program."""
+    """Rows and columns of results that one program computes."""
     columns = min(TILE_VALUES, next_power_of_2(size))
     return TILE_VALUES // columns, columns

@@ -14,7 +14,7 @@ from torch import Tensor
 from pdserve.kernels.launch import IS_INTERPRETED, cdiv, check_float, next_power_of_2
 
 TOKENS = 128 if IS_INTERPRETED else 16
-"""Tokens of one program, of one head. The interpreter's time goes by the number of operations, not by their size."""
+"""Tokens of one program, of one head: many, where interpreted, whose time goes by the number of operations."""
 
 
 @triton.jit

@@ -19,7 +19,7 @@ from torch import Tensor
 Outcome = Tensor | tuple[Tensor, ...]
 
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 2e-2}
-"""Of a result's largest error, relative to its largest value."""
+"""Largest error that a result may have, relative to its largest value, by type."""
 _WARM_UP_S, _MEASURED_S, _MIN_REPEATS = 0.05, 0.2, 5
 
 
@@ -32,10 +32,10 @@ class Measure:
     twin: Callable[[], Outcome]
     """The eager twin on the same inputs."""
     num_bytes: int
-    """Read and written at least."""
+    """Bytes that every implementation has to read and write."""
     num_flops: int = 0
     tolerance: float | None = None
-    """Of the error; None: that of the type."""
+    """Largest relative error allowed; None stands for that of the type."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Ceilings:
     copy_gb_per_s: float
     """Bytes read and written by a copy, per second."""
     matmul_tflops: float
-    """In bfloat16 on a GPU, in float32 on a CPU."""
+    """Rate of a matrix product in bfloat16 on a GPU, in float32 on a CPU."""
 
 
 @dataclass(frozen=True)
@@ -63,12 +63,12 @@ class Measured:
 
     @property
     def verdict(self) -> str:
-        """For people, without times."""
+        """The line that a dry run shows: correct or not, the name and the error, without times."""
         return f"{'ok ' if self.is_correct else 'BAD'} {self.name:<52} error {self.error:.1e}"
 
     @property
     def line(self) -> str:
-        """For people."""
+        """The line that a run on a GPU shows: verdict, time, and shares of the ceilings."""
         return (
             f"{self.verdict}  {self.ms:8.3f} ms  {self.gb_per_s:7.0f} GB/s"
             f" ({self.copy_share:.0%} of copy)  {self.tflops:6.1f} TFLOP/s ({self.matmul_share:.0%} of matmul)"
@@ -76,7 +76,7 @@ class Measured:
 
 
 def measure_ceilings(device: torch.device) -> Ceilings:
-    """A large copy and a large matrix product."""
+    """Time a large copy and a large matrix product: what the machine can reach."""
     is_gpu = device.type == "cuda"
     source = torch.ones(2**30 if is_gpu else 2**22, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -133,7 +133,7 @@ def check_and_time(measure: Measure, ceilings: Ceilings, device: torch.device, d
 
 
 def largest_error(actual: Outcome, expected: Outcome) -> float:
-    """Of floats relative to the largest value, of integers the share that differs; infinite for what is no number."""
+    """Largest error: floats relative to the largest value, integers as the share that differs; infinite for NaN."""
     pairs = zip(*((r,) if isinstance(r, Tensor) else r for r in (actual, expected)), strict=True)
     worst = 0.0
     for one, other in pairs:
@@ -164,11 +164,11 @@ def main(measures: Callable[[torch.device, torch.dtype, bool], list[Measure]]) -
 
 
 def random_tensor(*shape: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Normal values; equal in every run."""
+    """A tensor of normally distributed values, equal in every run."""
     generator = torch.Generator(device).manual_seed(sum(shape))
     return torch.randn(shape, generator=generator, device=device, dtype=torch.float32).to(dtype)
 
 
 def num_bytes(*tensors: Any) -> int:
-    """Of all values together."""
+    """Bytes that the values of all tensors take together."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

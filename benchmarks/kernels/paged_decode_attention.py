@@ -48,11 +48,11 @@ class Comparison:
     sdpa_ms: float
     flex_ms: float
     error: float
-    """Between ours and SDPA, relative."""
+    """Largest difference between ours and SDPA, relative to the largest value."""
 
 
 def compare(device: torch.device, dtype: torch.dtype, is_tiny: bool) -> Comparison:
-    """Ours, SDPA and FlexAttention on the same keys and values."""
+    """Time ours, SDPA and FlexAttention on the same keys and values."""
     num_seqs, context, heads, kv_heads, head_dim = (TINY_SHAPES if is_tiny else SHAPES[1:])[0]
     layer, tables, lens = paged_kv(num_seqs, context, kv_heads, head_dim, device, dtype)
     query = random_tensor(num_seqs, heads, head_dim, device=device, dtype=dtype)
@@ -77,7 +77,7 @@ def compare(device: torch.device, dtype: torch.dtype, is_tiny: bool) -> Comparis
 
 
 def _in_one_piece(layer: Tensor, tables: Tensor, part: int, context: int) -> Tensor:
-    """`[num_seqs, num_kv_heads, context, head_dim]`."""
+    """Keys or values of all sequences, `[num_seqs, num_kv_heads, context, head_dim]`, without blocks."""
     gathered = layer[tables.long(), part].flatten(1, 2)[:, :context]
     return gathered.transpose(1, 2).contiguous()
 

@@ -69,7 +69,7 @@ Piece = tuple[int, int, int, bool]
 
 
 class LlamaSteps:
-    """See `Steps`."""
+    """`protocol.Steps` with llama.cpp: one context for prompts, one for many sequences."""
 
     def __init__(self, libraries: str, file: str, precision: str, threads: str) -> None:
         self._llama = _load(Path(libraries))
@@ -86,7 +86,7 @@ class LlamaSteps:
         self._num_prompts = 0
 
     def decode(self, batch: int, context: int, steps: int) -> list[float]:
-        """See `Steps.decode`."""
+        """Seconds of each decode step, as `protocol.Steps.decode` defines them."""
         self._fill(context)
         seconds = []
         for step in range(-1, steps):  # the first is not counted
@@ -99,7 +99,7 @@ class LlamaSteps:
         return seconds[1:]
 
     def prefill(self, tokens: int) -> list[float]:
-        """See `Steps.prefill`."""
+        """Seconds of one prompt, as `protocol.Steps.prefill` defines them."""
         self._num_prompts += 1
         prompt = prompt_of(self._num_prompts, tokens)
         start_s = time.perf_counter()
@@ -107,7 +107,7 @@ class LlamaSteps:
         return [time.perf_counter() - start_s]
 
     def greedy(self, tokens: list[int], num: int) -> list[int]:
-        """See `Steps.greedy`."""
+        """The most likely next tokens, as `protocol.Steps.greedy` defines them."""
         found = [self._compute(self._one, tokens)]
         while len(found) < num:
             self._run(self._one, [(found[-1], len(tokens) + len(found) - 1, 0, True)])

@@ -33,7 +33,7 @@ class Piece(NamedTuple):
 
 
 class OpenvinoSteps:
-    """See `Steps`."""
+    """`protocol.Steps` with OpenVINO's CPU plugin, its KV in blocks that are ours to give."""
 
     def __init__(self, folder: str, exported: str, precision: str, threads: str) -> None:
         import openvino  # noqa: PLC0415  not there where the pure functions are tested
@@ -53,7 +53,7 @@ class OpenvinoSteps:
         self._num_prompts = MAX_BATCH
 
     def decode(self, batch: int, context: int, steps: int) -> list[float]:
-        """See `Steps.decode`."""
+        """Seconds of each decode step, as `protocol.Steps.decode` defines them."""
         assert context + steps < MAX_CONTEXT, (context, steps)
         for index in range(self._num_filled, batch):
             self._compute(prompt_of(index, context), self._tables[index])
@@ -67,7 +67,7 @@ class OpenvinoSteps:
         return seconds[1:]
 
     def prefill(self, tokens: int) -> list[float]:
-        """See `Steps.prefill`."""
+        """Seconds of one prompt, as `protocol.Steps.prefill` defines them."""
         self._num_prompts += 1
         prompt = prompt_of(self._num_prompts, tokens)
         start_s = time.perf_counter()
@@ -75,7 +75,7 @@ class OpenvinoSteps:
         return [time.perf_counter() - start_s]
 
     def greedy(self, tokens: list[int], num: int) -> list[int]:
-        """See `Steps.greedy`."""
+        """The most likely next tokens, as `protocol.Steps.greedy` defines them."""
         found = [self._compute(tokens, self._prompt_table)]
         while len(found) < num:
             piece = Piece([found[-1]], len(tokens) + len(found) - 1, self._prompt_table)

@@ -22,7 +22,7 @@ PRECISIONS = {
 
 
 class OurSteps:
-    """See `Steps`."""
+    """`protocol.Steps` with the CPU executor of this package."""
 
     def __init__(self, folder: str, precision: str, threads: str) -> None:
         options = PRECISIONS[precision]
@@ -32,7 +32,7 @@ class OurSteps:
         self.versions = {"pdserve": pdserve.__version__}
 
     def decode(self, batch: int, context: int, steps: int) -> list[float]:
-        """See `Steps.decode`; the KV is whatever lies there, time does not depend on it."""
+        """Seconds of each decode step; the KV is whatever lies there, because time does not depend on it."""
         per_sequence = (context + steps) // BLOCK_SIZE + 1
         assert batch * per_sequence <= NUM_BLOCKS, (batch, per_sequence)
         tables = [list(range(index, batch * per_sequence, batch)) for index in range(batch)]
@@ -45,7 +45,7 @@ class OurSteps:
         return seconds[1:]
 
     def prefill(self, tokens: int) -> list[float]:
-        """See `Steps.prefill`."""
+        """Seconds of one prompt, as `protocol.Steps.prefill` defines them."""
         self._num_prompts += 1
         prompt = prompt_of(self._num_prompts, tokens)
         start_s = time.perf_counter()
@@ -53,7 +53,7 @@ class OurSteps:
         return [time.perf_counter() - start_s]
 
     def greedy(self, tokens: list[int], num: int) -> list[int]:
-        """See `Steps.greedy`."""
+        """The most likely next tokens, as `protocol.Steps.greedy` defines them."""
         table = list(range(-(-(len(tokens) + num) // BLOCK_SIZE)))
         found = [int(self._compute(tokens).argmax())]
         while len(found) < num:

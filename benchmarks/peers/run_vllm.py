@@ -20,7 +20,7 @@ _FIRST_PREFILL = 100_000
 
 
 class VllmSteps:
-    """See `Steps`."""
+    """`protocol.Steps` with vLLM's engine, which runs in this process."""
 
     def __init__(self, folder: str, precision: str) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -41,7 +41,7 @@ class VllmSteps:
         self.versions = {"vllm": vllm.__version__}
 
     def decode(self, batch: int, context: int, steps: int) -> list[float]:
-        """See `Steps.decode`."""
+        """Seconds of each decode step, as `protocol.Steps.decode` defines them."""
         for index in range(batch):
             self._add(prompt_of(index, context), steps + batch + 8)
         while len(self._step()[1]) < batch:  # until all prompts are computed
@@ -52,7 +52,7 @@ class VllmSteps:
         return seconds
 
     def prefill(self, tokens: int) -> list[float]:
-        """See `Steps.prefill`."""
+        """Seconds of one prompt, as `protocol.Steps.prefill` defines them."""
         self._num_prefills += 1
         self._add(prompt_of(_FIRST_PREFILL + self._num_prefills, tokens), 1)
         seconds = 0.0
@@ -61,7 +61,7 @@ class VllmSteps:
         return [seconds]
 
     def greedy(self, tokens: list[int], num: int) -> list[int]:
-        """See `Steps.greedy`."""
+        """The most likely next tokens, as `protocol.Steps.greedy` defines them."""
         self._add(tokens, num)
         found: list[int] = []
         while self._engine.has_unfinished_requests():

@@ -29,7 +29,7 @@ class Matrix(ctypes.Structure):
 
 
 class Layer(ctypes.Structure):
-    """PdsLayer."""
+    """PdsLayer: the matrices and norms of one layer, and its sliding window in tokens."""
 
     _fields_ = (
         *((name, Matrix) for name in ("qkv", "o", "gate_up", "down")),
@@ -39,7 +39,7 @@ class Layer(ctypes.Structure):
 
 
 class Model(ctypes.Structure):
-    """PdsModel."""
+    """PdsModel: sizes, types and layers of a model, constant from its load on."""
 
     _fields_ = (
         *((name, _i32) for name in ("num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim", "block_size")),
@@ -141,7 +141,7 @@ class CpuContext:
             self._handle = None
 
     def step(self, model: Model, batch: Batch) -> None:
-        """One forward step.
+        """Compute one forward step of a batch: its KV and its logits.
 
         Raises:
             MemoryError: the working memory for this batch cannot be had; nothing was computed.

@@ -24,7 +24,7 @@ def scatter_blocks(packed: Tensor, kv_cache: Tensor, block_ids: Tensor) -> None:
 
 
 def block_digest(kv_cache: Tensor, block_ids: Tensor) -> Tensor:
-    """Both 64-bit sums of each block, int64 `[num_chosen, 2]`; transfer/digest.py says of what."""
+    """Both 64-bit sums of each block, int64 `[num_chosen, 2]`, as transfer/digest.py defines them."""
     rows = gather_blocks(kv_cache, block_ids)
     num_words = -(-rows.shape[1] // 8)
     x = torch.nn.functional.pad(rows, (0, 8 * num_words - rows.shape[1])).view(torch.int64)
@@ -34,7 +34,7 @@ def block_digest(kv_cache: Tensor, block_ids: Tensor) -> Tensor:
 
 
 def _weights(num_words: int, seed: int) -> Words:
-    """Of each word: of its place in a run of 512 words, times of the run."""
+    """Each word's weight: that of its place in a run of 512 words, times that of the run."""
     word = np.arange(num_words, dtype=np.uint64)
     return (_split_mix(word % 512, seed) * _split_mix(512 + word // 512, seed)).view(np.int64)
 

@@ -51,7 +51,7 @@ class PackedBatch:
     slot_mapping: Tensor
     """int64 `[num_tokens]`: block_id * block_size + offset, where each token's KV is written."""
     positions: Tensor
-    """int64 `[num_tokens]`."""
+    """int64 `[num_tokens]`: each token's position in its sequence."""
     block_size: int
     max_query_len: int
     max_context_len: int
@@ -72,7 +72,7 @@ class PackedBatch:
 
 
 def pack(query_lens: list[int], starts: list[int], block_tables: list[list[int]], block_size: int) -> PackedBatch:
-    """Lay a batch out on the CPU.
+    """Lay out a batch, whose tensors are made on the CPU.
 
     Args:
         query_lens: scheduled tokens of each sequence, >= 1.
@@ -180,7 +180,7 @@ class _Run:
     """First row in the packed batch."""
     sequence: int
     position: int
-    """Of the first query."""
+    """The first query's position in its sequence."""
     num_queries: int
     first_block: int
     num_blocks: int

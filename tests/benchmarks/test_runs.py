@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,10 +14,12 @@ from transformers import AutoModelForCausalLM
 from pdserve.kernels.cpu import ops as cpu_ops
 from pdserve.transfer.pulls.pull import SHARED_READ_BYTES
 
+ROOT = Path(__file__).parents[2]
+
 
 def run(*arguments, home):
     command = [sys.executable, "-m", *map(str, arguments), "--json", home / "figures.json"]
-    done = subprocess.run(command, cwd=HERE.parent, capture_output=True, text=True, timeout=170, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=170, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads((home / "figures.json").read_text())["rows"]
     return rows, done.stdout.splitlines()[-1]
