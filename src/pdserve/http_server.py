@@ -1,5 +1,7 @@
 """The socket side of gateways and workers: uvicorn with bounded buffers and heads, stopped by its owner alone.
 
+A port that is closed behind its back is noticed within a second and ends `run` with an error.
+
 What a client has not read is kept up to `stream_buffer_bytes`; beyond that writing waits, and sse.py gives the client
 up after its stall timeout. The kernel closes connections whose peer has vanished in the same time.
 """
@@ -70,10 +72,14 @@ class HttpServer:
             server_header=False,
             timeout_graceful_shutdown=1,
         )
-        self._server = _OwnedServer(config)
+        self._server = _OwnedServer(config, sock)
 
     async def run(self) -> None:
-        """Serve until stopped."""
+        """Serve until `stop` is called.
+
+        Raises:
+            OSError: the socket does not listen any more.
+        """
         await self._server.serve(sockets=[self._sock])
 
     async def wait_until_listening(self) -> None:
@@ -86,10 +92,11 @@ class HttpServer:
 
 
 class _OwnedServer(uvicorn.Server):
-    """Leaves signals to the process it runs in, and says when it listens."""
+    """Leaves signals to the process it runs in, says when it listens, and looks whether it still does."""
 
-    def __init__(self, config: uvicorn.Config) -> None:
+    def __init__(self, config: uvicorn.Config, sock: socket.socket) -> None:
         super().__init__(config)
+        self._sock, self._port = sock, sock.getsockname()[1]
         self.has_started = asyncio.Event()
         self._stopping = asyncio.Event()
 
@@ -106,9 +113,19 @@ class _OwnedServer(uvicorn.Server):
         counter = 0
         while not await self.on_tick(counter):
             counter += _TICKS_PER_S
+            self._check_port()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(1.0):
                     await self._stopping.wait()
+
+    def _check_port(self) -> None:
+        """A listening socket that has been closed or shut down raises no error in an event loop."""
+        try:
+            is_listening = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) != 0
+        except OSError:
+            is_listening = False
+        if not is_listening:
+            raise OSError(f"port {self._port} does not listen any more")
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
