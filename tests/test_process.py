@@ -110,7 +110,6 @@ async def test_an_http_port_that_dies_ends_the_process():
     port, server = sock.getsockname()[1], HttpServer(Starlette(), sock)
 
     async def break_it() -> None:
-        await server.wait_until_listening()
         async with httpx.AsyncClient() as client:
             assert (await client.get(url_of(sock))).status_code == 404
         sock.shutdown(socket.SHUT_RDWR)
@@ -119,7 +118,6 @@ async def test_an_http_port_that_dies_ends_the_process():
     with pytest.raises(ProcessError, match=f"the HTTP port has died: .*port {port} does not listen any more"):
         async with asyncio.timeout(20):
             await run_with_background(break_it(), {"the HTTP port": server.run()})
-    sock.close()
 
 
 def test_a_port_that_cannot_be_opened_is_explained_in_one_sentence():

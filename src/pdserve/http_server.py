@@ -1,4 +1,4 @@
-"""The socket side of gateways and workers: uvicorn with bounded buffers and heads, stopped by its owner alone.
+"""The socket side of gateways and workers: uvicorn with bounded buffers and heads, ended by its owner alone.
 
 A port that is closed behind its back is noticed within a second and ends `run` with an error.
 
@@ -23,8 +23,6 @@ ABORT = "pdserve.abort"
 MAX_HEAD_BYTES = 64 * 1024
 """Path and headers of one request, give or take what arrives together."""
 _BACKLOG = 2048
-_TICKS_PER_S = 10
-"""uvicorn renews its Date header every tenth tick."""
 
 
 def listen(host: str, port: int, *, is_shared: bool = False) -> socket.socket:
@@ -56,7 +54,7 @@ def url_of(sock: socket.socket, host: str | None = None) -> str:
 
 
 class HttpServer:
-    """One listener. `run` serves until `stop`, which waits for nothing: its owner has drained before."""
+    """One listener; it ends when `run` is cancelled, and waits for nothing then: its owner has drained before."""
 
     def __init__(
         self, app: ASGIApp, sock: socket.socket, *, stream_buffer_bytes: int = 1 << 20, stall_timeout_s: float = 30.0
@@ -75,48 +73,42 @@ class HttpServer:
         self._server = _OwnedServer(config, sock)
 
     async def run(self) -> None:
-        """Serve until `stop` is called.
+        """Serve until cancelled; the listener and all connections are closed then.
 
         Raises:
             OSError: the socket does not listen any more.
         """
-        await self._server.serve(sockets=[self._sock])
-
-    async def wait_until_listening(self) -> None:
-        """Return once connections are answered."""
-        await self._server.has_started.wait()
-
-    def stop(self) -> None:
-        """Close the listener and all connections."""
-        self._server.stop()
+        try:
+            await self._server.serve(sockets=[self._sock])
+        finally:
+            self._server.close()
 
 
 class _OwnedServer(uvicorn.Server):
-    """Leaves signals to the process it runs in, says when it listens, and looks whether it still does."""
+    """Leaves signals to the process it runs in, and looks whether it still listens."""
 
     def __init__(self, config: uvicorn.Config, sock: socket.socket) -> None:
         super().__init__(config)
         self._sock, self._port = sock, sock.getsockname()[1]
-        self.has_started = asyncio.Event()
-        self._stopping = asyncio.Event()
-
-    def stop(self) -> None:
-        self.should_exit = True
-        self._stopping.set()
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self.has_started.set()
+        self.servers: list[asyncio.base_events.Server] = []
 
     async def main_loop(self) -> None:
-        """Once a second instead of ten times, and stopped at once."""
-        counter = 0
-        while not await self.on_tick(counter):
-            counter += _TICKS_PER_S
+        """Tick once a second instead of ten times; a tick renews the Date header of answers."""
+        while True:
+            await self.on_tick(0)
             self._check_port()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(1.0):
-                    await self._stopping.wait()
+            await asyncio.sleep(1.0)
+
+    def close(self) -> None:
+        """Close the listener and all connections, and cancel what still answers."""
+        for server in self.servers:
+            with contextlib.suppress(OSError, ValueError):  # its socket has died
+                server.close()
+        self._sock.close()
+        for connection in list(self.server_state.connections):
+            cast("Any", connection).transport.close()
+        for task in list(self.server_state.tasks):
+            task.cancel()
 
     def _check_port(self) -> None:
         """A listening socket that has been closed or shut down raises no error in an event loop."""
