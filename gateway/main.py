@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-import time
 
 import uvloop
 
@@ -15,6 +14,7 @@ from pdserve.gateway.text.chat_prompt import ChatPrompts
 from pdserve.log import setup_logging
 from pdserve.models.card import ModelCard
 from pdserve.models.resolve import home_folder, resolve_model, served_model_name
+from pdserve.process import read_faults, say_stage
 from pdserve.settings import GatewaySettings, load
 
 
@@ -24,11 +24,9 @@ def main(argv: list[str]) -> int:
     # Never reused: tokens of a gateway that is gone must not reach its successor.
     gateway_id = f"gateway-{secrets.token_hex(6)}"
     setup_logging(settings.log_level, settings.log_format, process=gateway_id)
-    faults = Faults.from_env(os.environ)
-    if faults is not None:
-        time.sleep(faults.delay_s("start"))
-    path = resolve_model(settings.model, home_folder(os.environ), _say_stage)
-    _say_stage("loading the tokenizer")
+    faults = read_faults(os.environ)
+    path = resolve_model(settings.model, home_folder(os.environ), say_stage)
+    say_stage("loading the tokenizer")
     card = ModelCard.load(
         path,
         served_name=settings.served_model_name or served_model_name(settings.model),
@@ -45,7 +43,3 @@ async def _run(
     settings: GatewaySettings, gateway_id: str, card: ModelCard, prompts: ChatPrompts, faults: Faults | None
 ) -> None:
     await GatewayProcess(settings, gateway_id, card, prompts, faults).run()
-
-
-def _say_stage(text: str) -> None:
-    print(f"pdserve-stage: {text}", flush=True)

@@ -13,11 +13,10 @@ import contextlib
 import os
 import random
 import secrets
-import signal
 import socket
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, cast
+from typing import cast
 
 from prometheus_client import CollectorRegistry
 
@@ -35,10 +34,11 @@ from pdserve.gateway.http.system_routes import SystemView
 from pdserve.gateway.openai.frontend import Frontend, FrontendLimits
 from pdserve.gateway.routing.disaggregation import Disaggregation, Mode
 from pdserve.gateway.text.chat_prompt import ChatPrompts
-from pdserve.http_server import HttpServer, listen, url_of
+from pdserve.http_server import HttpServer, url_of
 from pdserve.log import get_logger
 from pdserve.metrics import GatewayMetrics, ProcessMetrics, render
 from pdserve.models.card import ModelCard
+from pdserve.process import listen_or_explain, run_with_background, say_stage, stop_on_signals
 from pdserve.registration import GatewayRegistration, WorkerState
 from pdserve.settings import GatewaySettings
 
@@ -75,25 +75,24 @@ class GatewayProcess:
             observer=counting,
             has_pins=faults is not None,
         )
-        self._stop = asyncio.Event()
         self._announce_now = asyncio.Event()
         self._bus.on_new_server(self._announce_now.set)
 
     async def run(self) -> None:
         """Serve until SIGTERM or SIGINT."""
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, self._stop.set)
+        stop = asyncio.Event()
+        stop_on_signals(stop)
         api_socket, system_socket = self._listen()
         await self._bus.start()
-        servers = self._servers(api_socket, system_socket)
-        background = [
-            self._view.run(),
-            self._dispatcher.run(),
-            self._announce_forever(api_socket, system_socket),
-            *(server.run() for server in servers),
-        ]
+        background = {
+            "the bus connection": self._bus.wait_for_end(),
+            "the registry view": self._view.run(),
+            "the dispatcher": self._dispatcher.run(),
+            "the registration": self._announce_forever(api_socket, system_socket),
+            **{name: server.run() for name, server in self._servers(api_socket, system_socket).items()},
+        }
         try:
-            await _run_until(self._stop, background, self._drain)
+            await run_with_background(self._serve(stop), background)
         finally:
             self._executor.shutdown(wait=False, cancel_futures=True)
             with contextlib.suppress(BusError):
@@ -104,24 +103,27 @@ class GatewayProcess:
         """The API's socket, and that of METRICS_PORT; with one of its own, the API's port may be shared."""
         settings = self._settings
         has_own_port = settings.metrics_port != 0
-        api = _listen("PORT", settings.host, settings.port, is_shared=has_own_port)
-        return api, _listen("METRICS_PORT", settings.host, settings.metrics_port) if has_own_port else None
+        api = listen_or_explain("PORT", settings.host, settings.port, is_shared=has_own_port)
+        if not has_own_port:
+            return api, None
+        return api, listen_or_explain("METRICS_PORT", settings.host, settings.metrics_port)
 
-    def _servers(self, api_socket: socket.socket, system_socket: socket.socket | None) -> list[HttpServer]:
+    def _servers(self, api_socket: socket.socket, system_socket: socket.socket | None) -> dict[str, HttpServer]:
         settings = self._settings
         self._api_url = url_of(api_socket, settings.advertise_host)
         app = create_app(self._frontend, self._system_view(is_shared=system_socket is not None))
-        servers = [
-            HttpServer(
+        servers = {
+            "the API's port": HttpServer(
                 app,
                 api_socket,
                 stream_buffer_bytes=settings.stream_buffer_bytes,
                 stall_timeout_s=settings.client_stall_timeout_s,
             )
-        ]
+        }
         if system_socket is not None:
-            servers.append(HttpServer(create_system_app(self._system_view(is_shared=False)), system_socket))
-        print(f"pdserve-stage: serving at {self._api_url}", flush=True)
+            system_app = create_system_app(self._system_view(is_shared=False))
+            servers["the metrics port"] = HttpServer(system_app, system_socket)
+        say_stage(f"serving at {self._api_url}")
         return servers
 
     def _system_view(self, *, is_shared: bool) -> SystemView:
@@ -160,7 +162,8 @@ class GatewayProcess:
                 async with asyncio.timeout(settings.heartbeat_s):
                     await self._announce_now.wait()
 
-    async def _drain(self) -> None:
+    async def _serve(self, stop: asyncio.Event) -> None:
+        await stop.wait()
         self._frontend.is_draining = True
         self._announce_now.set()
         _log.info("draining: %d requests in hand", self._frontend.num_active)
@@ -168,33 +171,6 @@ class GatewayProcess:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_LAST_WRITES_S):
                 await self._frontend.wait_until_idle()
-
-
-def _listen(name: str, host: str, port: int, *, is_shared: bool = False) -> socket.socket:
-    try:
-        return listen(host, port, is_shared=is_shared)
-    except OSError as error:
-        raise SettingError(name, port, f"a port that is free on {host} ({error.strerror})") from error
-
-
-async def _run_until(
-    stop: asyncio.Event, background: list[Coroutine[Any, Any, None]], drain: Callable[[], Awaitable[None]]
-) -> None:
-    """Run everything until `stop` is set and drained; a background task that ends by itself is an error."""
-    tasks = [asyncio.create_task(coroutine) for coroutine in background]
-    stopping = asyncio.create_task(stop.wait())
-    try:
-        await asyncio.wait([*tasks, stopping], return_when=asyncio.FIRST_COMPLETED)
-        if stopping.done():
-            await drain()
-        for task in tasks:
-            if task.done():
-                task.result()
-    finally:
-        for task in tasks:
-            task.cancel()
-        stopping.cancel()
-        await asyncio.gather(*tasks, stopping, return_exceptions=True)
 
 
 def _metrics(collectors: CollectorRegistry, settings: GatewaySettings, card: ModelCard) -> GatewayMetrics:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-import signal
 import socket
 
 import kopf
@@ -19,79 +18,82 @@ from pdserve.operator.leader import Leadership
 from pdserve.operator.loop import ReconcileLoop
 from pdserve.operator.settings import OperatorSettings
 from pdserve.operator.telemetry import Telemetry, serve
+from pdserve.process import listen_or_explain, run_with_background, stop_on_signals
 from pdserve.settings import load
 
 logger = get_logger(__name__)
 
-_LEADERSHIP_LOST = 1
-"""Index of the coroutine that keeps it."""
-
 
 def main(argv: list[str]) -> int:
-    """Exit status 0 after SIGTERM; 1 when leadership was lost, so that whoever started it starts it again."""
+    """Run until SIGTERM: 0.
+
+    Raises:
+        ProcessError: leadership was lost or something else died; the starter of this process starts it again.
+    """
     settings = load(OperatorSettings, argv, os.environ)
     identity = f"{socket.gethostname()}-{secrets.token_hex(3)}"
     setup_logging(settings.log_level, settings.log_format, process=f"operator {identity}")
-    return asyncio.run(_run(settings, identity))
+    asyncio.run(_run(settings, identity))
+    return 0
 
 
-async def _run(settings: OperatorSettings, identity: str) -> int:
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+async def _run(settings: OperatorSettings, identity: str) -> None:
     kube = Kube(ClusterLogin())
-    namespace = settings.namespace or (await kube.login.current()).namespace
-    telemetry = Telemetry()
-    server = await serve(telemetry, settings.host, settings.metrics_port)
-    leadership = Leadership(kube, namespace, identity, settings.lease_s)
     try:
-        if await _first(leadership.acquire(), stop.wait()) == 1:
-            return 0
-        telemetry.leads(True)
-        lost = await _lead(settings, namespace, kube, leadership, telemetry, stop)
-        if not lost:
-            await leadership.release()
-        return 1 if lost else 0
+        namespace = settings.namespace or (await kube.login.current()).namespace
+        leadership = Leadership(kube, namespace, identity, settings.lease_s)
+        await _Operator(settings, namespace, kube, leadership).run()
     finally:
-        server.close()
         await kube.close()
 
 
-async def _lead(
-    settings: OperatorSettings,
-    namespace: str,
-    kube: Kube,
-    leadership: Leadership,
-    telemetry: Telemetry,
-    stop: asyncio.Event,
-) -> bool:
-    """Act until told to stop; whether leadership was lost."""
-    first = await _first(stop.wait(), leadership.keep(), wait_for_own_kinds(kube))
-    if first in (0, _LEADERSHIP_LOST):
-        return first == _LEADERSHIP_LOST
-    facts = await discover(kube, settings.image)
-    logger.info("watching %s; %s", "all namespaces" if settings.all_namespaces else namespace, facts)
-    loop = ReconcileLoop(kube, facts, resync_s=settings.resync_s, telemetry=telemetry)
-    watching = kopf.operator(
-        registry=make_registry(loop, kube.login),
-        settings=make_settings(),
-        standalone=True,
-        clusterwide=settings.all_namespaces,
-        namespaces=[] if settings.all_namespaces else [namespace],
-    )
-    # kopf takes over the signals while it runs, and ends when one comes: that is no loss.
-    return await _first(stop.wait(), leadership.keep(), watching, loop.run()) == _LEADERSHIP_LOST
+class _Operator:
+    """One process: waits until it leads, then watches and reconciles for as long as it does."""
 
+    def __init__(self, settings: OperatorSettings, namespace: str, kube: Kube, leadership: Leadership) -> None:
+        self._settings, self._namespace, self._kube, self._leadership = settings, namespace, kube, leadership
+        self._telemetry = Telemetry()
+        self._stop = asyncio.Event()
 
-async def _first(*coroutines: object) -> int:
-    """Index of the coroutine that ends first; the others are cancelled. Its exception is raised."""
-    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]  # type: ignore[call-overload]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        first = next(index for index, task in enumerate(tasks) if task in done)
-        tasks[first].result()
-        return first
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    async def run(self) -> None:
+        stop_on_signals(self._stop)
+        sock = listen_or_explain("METRICS_PORT", self._settings.host, self._settings.metrics_port)
+        server = await serve(self._telemetry, sock)
+        background = {"the HTTP port": server.serve_forever(), "the operator": self._lead()}
+        try:
+            await run_with_background(self._stop.wait(), background)
+        finally:
+            server.close()
+
+    async def _lead(self) -> None:
+        """Wait for leadership, then act; when this is cancelled, another operator may lead at once."""
+        await self._leadership.acquire()
+        self._telemetry.leads(True)
+        try:
+            await run_with_background(self._act(), {"leadership": self._leadership.keep()})
+        except asyncio.CancelledError:
+            await self._leadership.release()
+            raise
+
+    async def _act(self) -> None:
+        await wait_for_own_kinds(self._kube)
+        facts = await discover(self._kube, self._settings.image)
+        logger.info("watching %s; %s", self._watched, facts)
+        loop = ReconcileLoop(self._kube, facts, resync_s=self._settings.resync_s, telemetry=self._telemetry)
+        await run_with_background(loop.run(), {"the watch of the cluster": self._watch(loop)})
+
+    async def _watch(self, loop: ReconcileLoop) -> None:
+        others = asyncio.all_tasks()  # kopf cancels at its end what it does not know
+        tasks = await kopf.spawn_tasks(
+            registry=make_registry(loop, self._kube.login),
+            settings=make_settings(),
+            standalone=True,
+            clusterwide=self._settings.all_namespaces,
+            namespaces=[] if self._settings.all_namespaces else [self._namespace],
+        )
+        stop_on_signals(self._stop)  # kopf has taken them over
+        await kopf.run_tasks(tasks, ignored=others)
+
+    @property
+    def _watched(self) -> str:
+        return "all namespaces" if self._settings.all_namespaces else self._namespace

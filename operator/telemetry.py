@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import time
 from collections.abc import Iterator
 
@@ -61,8 +62,8 @@ class Telemetry:
         return generate_latest(self._registry)
 
 
-async def serve(telemetry: Telemetry, host: str, port: int) -> asyncio.Server:
-    """Answer GET /metrics and /health; nothing else is worth an HTTP library here."""
+async def serve(telemetry: Telemetry, sock: socket.socket) -> asyncio.Server:
+    """Answer GET /metrics and /health on a listening socket; nothing else is worth an HTTP library here."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, TimeoutError):
@@ -72,7 +73,7 @@ async def serve(telemetry: Telemetry, host: str, port: int) -> asyncio.Server:
                 await writer.drain()
         writer.close()
 
-    return await asyncio.start_server(answer, host, port)
+    return await asyncio.start_server(answer, sock=sock)
 
 
 def _response(telemetry: Telemetry, path: bytes) -> bytes:

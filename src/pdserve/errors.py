@@ -7,6 +7,7 @@
     ├── TransferError         a KV transfer cannot be set up or failed
     │   └── IncompatibleError     the two sides differ in their KV signature
     ├── ServiceError          the processes of one machine's service cannot be started or found
+    ├── ProcessError          a process cannot go on: a background task or its HTTP port has died
     ├── NoCapacityError       a reservation does not fit right now; nothing was taken
     └── RequestError          a client's request cannot be served (carries status, param, code)
         ├── InvalidRequestError   400: the request itself is wrong
@@ -58,6 +59,10 @@ class IncompatibleError(TransferError):
 
 class ServiceError(PdserveError):
     """The processes of this machine's service cannot be started or found (port taken, already running, died)."""
+
+
+class ProcessError(PdserveError):
+    """This process cannot go on, for something that it needs all the time has died; the message says what."""
 
 
 class NoCapacityError(PdserveError):

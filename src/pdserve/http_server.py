@@ -1,4 +1,6 @@
-"""The socket side of gateways and workers: uvicorn with bounded buffers and heads, stopped by its owner alone.
+"""The socket side of gateways and workers: uvicorn with bounded buffers and heads, ended by its owner alone.
+
+A port that is closed behind its back is noticed within a second and ends `run` with an error.
 
 What a client has not read is kept up to `stream_buffer_bytes`; beyond that writing waits, and sse.py gives the client
 up after its stall timeout. The kernel closes connections whose peer has vanished in the same time.
@@ -21,8 +23,6 @@ ABORT = "pdserve.abort"
 MAX_HEAD_BYTES = 64 * 1024
 """Path and headers of one request, give or take what arrives together."""
 _BACKLOG = 2048
-_TICKS_PER_S = 10
-"""uvicorn renews its Date header every tenth tick."""
 
 
 def listen(host: str, port: int, *, is_shared: bool = False) -> socket.socket:
@@ -54,7 +54,7 @@ def url_of(sock: socket.socket, host: str | None = None) -> str:
 
 
 class HttpServer:
-    """One listener. `run` serves until `stop`, which waits for nothing: its owner has drained before."""
+    """One listener; it ends when `run` is cancelled, and waits for nothing then: its owner has drained before."""
 
     def __init__(
         self, app: ASGIApp, sock: socket.socket, *, stream_buffer_bytes: int = 1 << 20, stall_timeout_s: float = 30.0
@@ -70,45 +70,54 @@ class HttpServer:
             server_header=False,
             timeout_graceful_shutdown=1,
         )
-        self._server = _OwnedServer(config)
+        self._server = _OwnedServer(config, sock)
 
     async def run(self) -> None:
-        """Serve until stopped."""
-        await self._server.serve(sockets=[self._sock])
+        """Serve until cancelled; the listener and all connections are closed then.
 
-    async def wait_until_listening(self) -> None:
-        """Return once connections are answered."""
-        await self._server.has_started.wait()
-
-    def stop(self) -> None:
-        """Close the listener and all connections."""
-        self._server.stop()
+        Raises:
+            OSError: the socket does not listen any more.
+        """
+        try:
+            await self._server.serve(sockets=[self._sock])
+        finally:
+            self._server.close()
 
 
 class _OwnedServer(uvicorn.Server):
-    """Leaves signals to the process it runs in, and says when it listens."""
+    """Leaves signals to the process it runs in, and looks whether it still listens."""
 
-    def __init__(self, config: uvicorn.Config) -> None:
+    def __init__(self, config: uvicorn.Config, sock: socket.socket) -> None:
         super().__init__(config)
-        self.has_started = asyncio.Event()
-        self._stopping = asyncio.Event()
-
-    def stop(self) -> None:
-        self.should_exit = True
-        self._stopping.set()
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self.has_started.set()
+        self._sock, self._port = sock, sock.getsockname()[1]
+        self.servers: list[asyncio.base_events.Server] = []
 
     async def main_loop(self) -> None:
-        """Once a second instead of ten times, and stopped at once."""
-        counter = 0
-        while not await self.on_tick(counter):
-            counter += _TICKS_PER_S
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(1.0):
-                    await self._stopping.wait()
+        """Tick once a second instead of ten times; a tick renews the Date header of answers."""
+        while True:
+            await self.on_tick(0)
+            self._check_port()
+            await asyncio.sleep(1.0)
+
+    def close(self) -> None:
+        """Close the listener and all connections, and cancel what still answers."""
+        for server in self.servers:
+            with contextlib.suppress(OSError, ValueError):  # its socket has died
+                server.close()
+        self._sock.close()
+        for connection in list(self.server_state.connections):
+            cast("Any", connection).transport.close()
+        for task in list(self.server_state.tasks):
+            task.cancel()
+
+    def _check_port(self) -> None:
+        """A listening socket that has been closed or shut down raises no error in an event loop."""
+        try:
+            is_listening = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) != 0
+        except OSError:
+            is_listening = False
+        if not is_listening:
+            raise OSError(f"port {self._port} does not listen any more")
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:

@@ -157,13 +157,12 @@ async def running(
         sock = listen("127.0.0.1", 0)
         server = HttpServer(create_app(frontend, view), sock, **server_options)
         task = asyncio.create_task(server.run())
-        await server.wait_until_listening()
         try:
             async with httpx.AsyncClient(base_url=url_of(sock), timeout=30) as client:
                 yield Service(url_of(sock), client, dispatcher, frontend)
         finally:
-            server.stop()
-            await task
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
 
 def speak(text: str, *, reason: str = "stop", together: int = 1) -> Script:

@@ -123,6 +123,12 @@ class Bus:
             _log.warning("the bus does not answer at start; trying again until it does")
         self._tasks = [asyncio.create_task(self._write_forever()), asyncio.create_task(self._watch_forever())]
 
+    async def wait_for_end(self) -> None:
+        """Return, or raise, when the writer or the watch has ended, which is a defect before `close`."""
+        ended, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in ended:
+            task.result()
+
     async def close(self) -> None:
         """Send what is queued if the server takes it in time, then stop."""
         with contextlib.suppress(BusError):

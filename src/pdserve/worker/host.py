@@ -22,6 +22,7 @@ from pdserve.bus.bus import Bus
 from pdserve.bus.registry import Registry, RegistryView
 from pdserve.errors import BusError
 from pdserve.log import get_logger
+from pdserve.readiness import ReadyReason
 from pdserve.reasons import FailReason
 from pdserve.registration import WorkerRegistration, WorkerState
 from pdserve.worker.identity import Identity
@@ -85,19 +86,18 @@ class WorkerHost:
         self._tasks = TaskSet()
 
     @property
-    def problem(self) -> str | None:
-        """Why this worker must not get requests; None when it is registered and takes jobs."""
+    def ready_reason(self) -> ReadyReason:
+        """Why this worker must not get requests; READY when it is registered and takes jobs."""
         if self._draining.is_set():
-            return "draining"
+            return ReadyReason.DRAINING
         if not self._bus.is_up:
-            return "the bus does not answer"
-        return None if self._announced_s is not None else "not registered yet"
+            return ReadyReason.BUS_UNREACHABLE
+        return ReadyReason.READY if self._announced_s is not None else ReadyReason.STARTING
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serve until `stop`; the caller drains afterwards."""
         self._inbox.open(self._identity.peer, self._policy.handle)
         self._bus.on_new_server(self._on_new_server)
-        self._tasks.spawn(self._notice_standstill())
         while not stop.is_set():
             if self._stood_still_s > self._facts.ttl_s:
                 await self._become_new(f"this process stood still for {self._stood_still_s:.1f} s")
@@ -134,8 +134,8 @@ class WorkerHost:
 
     # --- heartbeat
 
-    async def _notice_standstill(self) -> None:
-        """Measure the longest standstill of this process; a slow bus is none."""
+    async def notice_standstill(self) -> None:
+        """Measure the longest standstill of this process until cancelled, beside `run`; a slow bus is none."""
         interval_s = self._facts.heartbeat_s / 2
         while True:
             began_s = self._clock()

@@ -1,7 +1,7 @@
 """A worker's own HTTP port: health, readiness, metrics and the ledger. Never serves requests.
 
 /health          200 while the engine makes progress; 503 when a step hangs
-/ready           200 when warm, registered and able to transfer; 503 with the reason
+/ready           200 when warm, registered and able to transfer, else 503; either with `readiness.Readiness`
 /metrics         Prometheus text
 /debug/kv        the KV ledger, checked now
 /debug/requests  every attempt held here
@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -24,6 +25,7 @@ from starlette.routing import Route
 from pdserve.engine.kv.block_pool import LedgerError, LedgerReport
 from pdserve.errors import SettingError
 from pdserve.faults import Faults
+from pdserve.readiness import Readiness
 from pdserve.worker.attempts import Attempt
 
 _LEDGER_TIMEOUT_S = 10.0
@@ -36,8 +38,8 @@ class WorkerProbes:
 
     health: Callable[[], str | None]
     """None, or why the worker should be restarted."""
-    readiness: Callable[[], str | None]
-    """None, or why the worker must not get requests."""
+    readiness: Callable[[], Readiness]
+    """Whether the worker may get requests, and its load."""
     metrics: Callable[[], Awaitable[bytes]]
     ledger: Callable[[], Awaitable[LedgerReport]]
     attempts: Callable[[], list[Attempt]]
@@ -49,10 +51,15 @@ def worker_app(probes: WorkerProbes) -> Starlette:
     """The ASGI application of one worker."""
 
     async def health(_: Request) -> Response:
-        return _verdict(probes.health(), "live")
+        problem = probes.health()
+        if problem is None:
+            return JSONResponse({"status": "live"})
+        return JSONResponse({"status": "unavailable", "reason": problem}, status_code=503)
 
     async def ready(_: Request) -> Response:
-        return _verdict(probes.readiness(), "ready")
+        readiness = probes.readiness()
+        body = msgspec.json.encode(readiness)
+        return Response(body, 200 if readiness.ready else 503, media_type="application/json")
 
     async def metrics(_: Request) -> Response:
         return Response(await probes.metrics(), media_type="text/plain; version=0.0.4; charset=utf-8")
@@ -92,12 +99,6 @@ def _faults_endpoint(faults: Faults) -> Callable[[Request], Awaitable[Response]]
         return JSONResponse(faults.get())
 
     return endpoint
-
-
-def _verdict(problem: str | None, good: str) -> Response:
-    if problem is None:
-        return JSONResponse({"status": good})
-    return JSONResponse({"status": "unavailable", "reason": problem}, status_code=503)
 
 
 def _ledger_body(report: LedgerReport) -> dict[str, Any]:

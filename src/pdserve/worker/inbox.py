@@ -19,6 +19,7 @@ class Inbox:
         self._reader: StreamReader | None = None
         self._task: asyncio.Task[None] | None = None
         self._past_disconnected_s = 0.0
+        self._ended = asyncio.Event()
 
     @property
     def disconnected_s(self) -> float:
@@ -30,6 +31,13 @@ class Inbox:
         self.close()
         self._reader = StreamReader(self._bus, self._bus.keys.inbox(*peer), handler)
         self._task = asyncio.get_running_loop().create_task(self._reader.run(), name=f"inbox {peer}")
+        self._task.add_done_callback(lambda task: None if task.cancelled() else self._ended.set())
+
+    async def wait_for_end(self) -> None:
+        """Return, or raise, when a reader has ended that was not closed, which is a defect."""
+        await self._ended.wait()
+        if self._task is not None and self._task.done():
+            self._task.result()
 
     def close(self) -> None:
         """Read no more."""

@@ -31,6 +31,7 @@ from pdserve.messages import AttemptKey
 from pdserve.models.card import ModelCard
 from pdserve.models.identity import kv_signature, rope_text
 from pdserve.models.resolve import home_folder, resolve_model
+from pdserve.process import say_stage
 from pdserve.sampling_params import SamplingParams
 from pdserve.settings import DecodeSettings, PrefillSettings, WorkerSettings
 from pdserve.worker.stages import StartStages
@@ -52,11 +53,6 @@ class LoadedModel:
     engine: Engine
     kv_signature: str
     load_s: float
-
-
-def say_stage(text: str) -> None:
-    """One progress line for whoever started this process."""
-    print(f"pdserve-stage: {text}", flush=True)
 
 
 def load_model(

@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import os
 import secrets
-import signal
 import socket
 import time
 from collections.abc import Callable
@@ -22,13 +21,15 @@ from prometheus_client import CollectorRegistry
 from pdserve.bus.bus import Bus
 from pdserve.bus.registry import Registry, RegistryView
 from pdserve.engine.kv.block_pool import LedgerReport
-from pdserve.errors import SettingError
+from pdserve.errors import PdserveError
 from pdserve.faults import Faults
-from pdserve.http_server import HttpServer, listen, url_of
+from pdserve.http_server import HttpServer, url_of
 from pdserve.log import get_logger, setup_logging
 from pdserve.messages import Message
 from pdserve.metrics.process import ProcessMetrics, render
 from pdserve.metrics.worker import WorkerMetrics
+from pdserve.process import listen_or_explain, read_faults, run_with_background, say_stage, stop_on_signals
+from pdserve.readiness import Readiness, ReadyLoad
 from pdserve.registration import Role
 from pdserve.settings import WorkerSettings
 from pdserve.transfer.choose import usable_transports
@@ -38,8 +39,9 @@ from pdserve.worker.host import WorkerFacts, WorkerHost
 from pdserve.worker.http import WorkerProbes, worker_app
 from pdserve.worker.identity import Identity
 from pdserve.worker.inbox import Inbox
-from pdserve.worker.load import LoadedModel, load_model, say_stage
+from pdserve.worker.load import LoadedModel, load_model
 from pdserve.worker.pages_ahead import PagesAhead
+from pdserve.worker.ready import worker_readiness
 from pdserve.worker.role import Policy
 from pdserve.worker.stages import StartStages, process_age_s
 from pdserve.worker.transports import TransportOptions, WorkerTransports
@@ -78,9 +80,7 @@ def run_worker(settings: WorkerSettings, role: Role, make_policy: MakePolicy) ->
     stages = StartStages(process_age_s())
     identity = Identity(settings.worker_id or f"{role.value}-{secrets.token_hex(4)}")
     setup_logging(settings.log_level, settings.log_format, process=f"{role.value} {identity.worker_id}")
-    faults = Faults.from_env(os.environ)
-    if faults is not None:
-        time.sleep(faults.delay_s("start"))
+    faults = read_faults(os.environ)
     model = load_model(settings, stages)
     asyncio.run(_Worker(settings, role, identity, model, faults, stages).run(make_policy))
     return 0
@@ -109,7 +109,8 @@ class _Worker:
 
     async def run(self, make_policy: MakePolicy) -> None:
         settings, identity = self._settings, self._identity
-        stop = _stop_on_signals()
+        stop = asyncio.Event()
+        stop_on_signals(stop)
         bus = Bus(settings.redis_url, settings.service, timeout_s=settings.bus_timeout_s, faults=self._faults)
         await bus.start()
         self._stages.done("bus")
@@ -120,25 +121,34 @@ class _Worker:
         policy = make_policy(parts)
         pages = self._keep_pages_ahead()
         parts.engine_thread.start(asyncio.get_running_loop(), policy)
-        own_socket = _listen(settings.host, settings.metrics_port)
+        own_socket = listen_or_explain("METRICS_PORT", settings.host, settings.metrics_port)
         url = url_of(own_socket, settings.advertise_host)
         self._host = host = self._make_host(parts, policy, url)
         server = HttpServer(worker_app(self._probes(parts, policy)), own_socket)
-        background = [asyncio.create_task(server.run()), asyncio.create_task(parts.view.run())]
+        background = {
+            "the HTTP port": server.run(),
+            "the bus connection": bus.wait_for_end(),
+            "the inbox": parts.inbox.wait_for_end(),
+            "the registry view": parts.view.run(),
+            "the watch for standstills": host.notice_standstill(),
+        }
         self._stages.done("HTTP")
         say_stage(f"serving {self._role.value} at {url} after {self._stages}")
         try:
-            await host.run(stop)
-            await host.drain(settings.drain_s)
+            await run_with_background(self._serve(host, stop), background)
+        except PdserveError:
+            with contextlib.suppress(Exception):  # the reason is known, and gateways shall not wait for a timeout
+                await host.drain(0.0)
+            raise
         finally:
             await parts.transports.close()
             parts.engine_thread.stop(_STOP_ENGINE_S)
             pages.stop(_STOP_PAGES_S)
             await bus.close()
-            server.stop()
-            for task in background:
-                task.cancel()
-            await asyncio.gather(*background, return_exceptions=True)
+
+    async def _serve(self, host: WorkerHost, stop: asyncio.Event) -> None:
+        await host.run(stop)
+        await host.drain(self._settings.drain_s)
 
     def _keep_pages_ahead(self) -> PagesAhead:
         engine = self._model.engine
@@ -220,9 +230,22 @@ class _Worker:
     def _probes(self, parts: WorkerParts, policy: Policy) -> WorkerProbes:
         engine, thread = self._model.engine, parts.engine_thread
 
-        def health() -> str | None:
+        def step_problem() -> str | None:
             age_s = thread.step_age_s
             return f"a step has been running for {age_s:.0f} s" if age_s > self._settings.step_timeout_s else None
+
+        def readiness() -> Readiness:
+            pool, scheduler = engine.block_pool, engine.scheduler
+            return worker_readiness(
+                self._host.ready_reason,
+                step_problem=step_problem(),
+                transport_problem=parts.transports.problem,
+                load=ReadyLoad(
+                    num_running=len(scheduler.running),
+                    num_waiting=len(scheduler.waiting),
+                    num_used_blocks=pool.num_blocks - pool.num_available,
+                ),
+            )
 
         async def ledger() -> LedgerReport:
             return await thread.call(engine.check_integrity)
@@ -234,8 +257,8 @@ class _Worker:
             return render(self._collectors)[0]
 
         return WorkerProbes(
-            health=health,
-            readiness=lambda: self._host.problem or parts.transports.problem,
+            health=step_problem,
+            readiness=readiness,
             metrics=metrics,
             ledger=ledger,
             attempts=policy.attempts.active,
@@ -257,18 +280,3 @@ class _Worker:
             delay_s = self._faults.delay_s("prefill" if self._role is Role.PREFILL else "step")
             if delay_s:
                 time.sleep(delay_s)
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    try:
-        return listen(host, port)
-    except OSError as error:
-        raise SettingError("METRICS_PORT", port, f"a port that is free on {host} ({error.strerror})") from error
-
-
-def _stop_on_signals() -> asyncio.Event:
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    return stop

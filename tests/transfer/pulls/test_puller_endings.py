@@ -5,6 +5,7 @@ import time
 import pytest
 
 from pdserve.errors import TransferError
+from pdserve.transfer.pulls.quarantine import QuarantineLimits
 
 
 def test_delay_hook_delays_the_first_read(pulling, peer):
@@ -29,7 +30,7 @@ def test_an_aborted_request_ends_once_and_its_ticket_is_dead(pulling, peer):
 
 
 def test_closing_ends_every_request_and_refuses_new_ones(make_pulling, peer):
-    pulling = make_pulling(drain_s=0.3)
+    pulling = make_pulling(limits=QuarantineLimits(drain_s=0.3))
     pulling.faults.put({"pull_delay_s": 30})
     tickets = {pulling.submit(peer, [1], [1], within_s=60) for _ in range(3)}
     pulling.puller.close()
@@ -41,7 +42,7 @@ def test_closing_ends_every_request_and_refuses_new_ones(make_pulling, peer):
 
 
 def test_closing_is_a_fence_for_reads_from_a_frozen_peer(make_pulling, local, spawn_peer):
-    pulling = make_pulling(drain_s=0.2)
+    pulling = make_pulling(limits=QuarantineLimits(drain_s=0.2))
     frozen = spawn_peer().expect_all()
     assert pulling.pull(frozen, [0], [0]).ok
     frozen.freeze()
