@@ -107,7 +107,7 @@ async def test_a_rest_ends_at_once_when_its_reason_ends_and_commands_run_during_
 async def test_stopping_does_not_wait_for_the_end_of_a_rest(
     start: Callable[..., tuple[Engine, EngineThread, Heard]],
 ) -> None:
-    engine, thread, heard = start(lambda: 60.0)
+    _, thread, heard = start(lambda: 60.0)
     await thread.call(lambda engine: engine.add(a_sequence("a", 3)))
     await until(lambda: len(heard.steps_s) == 1)
     began_s = time.monotonic()
