@@ -61,7 +61,7 @@ class HandOff:
 
     @property
     def peer(self) -> WorkerRef:
-        """The prefill worker."""
+        """The prefill worker process that is read from."""
         return self.descriptor.peer
 
     @property
@@ -85,7 +85,7 @@ class HandOff:
 
     @property
     def transfer_s(self) -> float:
-        """From the first READ posted to the last READ verified."""
+        """Seconds between the first READ posted and the last READ verified; 0 before that."""
         if self.first_read_s is None or self.last_read_s is None:
             return 0.0
         return self.last_read_s - self.first_read_s

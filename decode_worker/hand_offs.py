@@ -1,8 +1,9 @@
-"""The decode side of all hand-offs: ask for blocks, READ what is announced, verify, release.
+"""Step 6 of 8: the decode side of all hand-offs asks for blocks, READs what is announced, verifies, releases.
 
-One request's way, steps 4 to 6 and 8. Every hand-off ends exactly once: received (`on_received`), failed
-with no READ in flight (`on_failed`), or aborted. KvRelease is sent when nothing of the prefill worker's
-memory is being read any more, never before. Runs on the event loop; READs run in the transfer threads.
+Before: step 5, prefill_worker/offers.py, announces finished blocks. After: step 7, decode_worker/worker.py, runs the
+sequence. Every hand-off ends exactly once: received (`on_received`), failed with no READ in flight
+(`on_hand_off_failed`), or aborted. KvRelease is sent when nothing of the prefill worker's memory is being read any
+more, never before. Runs on the event loop; READs run in the transfer threads (transfer/pulls/puller.py).
 """
 
 from __future__ import annotations
@@ -11,20 +12,18 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from pdserve.bus.bus import Bus
-from pdserve.bus.registry import Registry, RegistryView
 from pdserve.decode_worker.hand_off import HandOff
-from pdserve.engine.engine import Engine
+from pdserve.decode_worker.prefill_peers import PrefillPeers
 from pdserve.engine.sequence import Sequence
-from pdserve.errors import BusError, TransferError
+from pdserve.errors import TransferError
 from pdserve.log import get_logger
 from pdserve.messages import AttemptKey, KvFailed, KvReady, KvRelease, KvWant, LeaseRenewal
 from pdserve.reasons import FailReason, KvFailReason, TransferReason
-from pdserve.registration import Role, WorkerRef, WorkerRegistration
+from pdserve.registration import WorkerRef
 from pdserve.transfer.base import Descriptor
 from pdserve.transfer.pulls.pull import PullOutcome
 from pdserve.worker.engine_thread import EngineThread
-from pdserve.worker.identity import Identity
+from pdserve.worker.sender import Sender
 from pdserve.worker.transports import WorkerTransports
 from pdserve.worker.watch import WorkerWatch
 
@@ -32,7 +31,7 @@ logger = get_logger(__name__)
 
 
 class HandOffListener(Protocol):
-    """Who owns the sequences."""
+    """Owns the sequences that hand-offs are for."""
 
     def on_received(self, hand_off: HandOff) -> None:
         """All blocks are here and verified, and token 0 is known."""
@@ -47,35 +46,32 @@ class HandOffs:
     """Every open hand-off of one decode worker.
 
     Args:
+        sender: tells the prefill workers.
+        engine_thread: owns the blocks that are filled.
+        transports: READ and verify.
+        peers: tell whether a prefill worker is gone.
+        watch: notes what happens as metrics.
         may_prefill: LOCAL_PREFILL=auto: a failed hand-off waits for token 0 and is computed here.
         handoff_timeout_s: longest time without an announcement or a received block.
     """
 
     def __init__(
         self,
-        identity: Identity,
-        engine: Engine,
+        sender: Sender,
         engine_thread: EngineThread,
         transports: WorkerTransports,
-        bus: Bus,
-        registry: Registry,
-        view: RegistryView,
+        peers: PrefillPeers,
         watch: WorkerWatch,
         *,
-        kv_signature: str,
         may_prefill: bool,
         handoff_timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._identity = identity
-        self._engine = engine
+        self._sender = sender
         self._thread = engine_thread
         self._transports = transports
-        self._bus = bus
-        self._registry = registry
-        self._view = view
+        self._peers = peers
         self._watch = watch
-        self._kv_signature = kv_signature
         self._may_prefill = may_prefill
         self._handoff_timeout_s = handoff_timeout_s
         self._clock = clock
@@ -85,7 +81,7 @@ class HandOffs:
         """Given up, but a READ may still write: blocks are quarantined, the prefill side keeps its lease."""
 
     def report_to(self, listener: HandOffListener) -> None:
-        """Who is told how hand-offs end; set once, before the first one begins."""
+        """Set who is told how hand-offs end; once, before the first one begins."""
         self._listener = listener
 
     def _listen(self) -> HandOffListener:
@@ -104,32 +100,6 @@ class HandOffs:
 
     # --- begin
 
-    def connect_to_peers(self) -> None:
-        """Connect to every prefill worker that is registered, before its first hand-off needs it."""
-        for registration in self._view.workers.values():
-            if registration.role is Role.PREFILL and registration.kv_signature == self._kv_signature:
-                self._transports.prepare(registration)
-
-    async def find_peer(self, worker_id: str, generation: str) -> Descriptor | str:
-        """The prefill worker named by a job, or a sentence why it cannot be read from."""
-        registration = self._view.workers.get(worker_id)
-        if registration is None or registration.generation != generation:
-            try:
-                registration = await self._registry.worker(worker_id)
-            except BusError as error:
-                return f"lookup of prefill worker {worker_id} failed: {error}"
-        if registration is None or registration.generation != generation:
-            return f"prefill worker {worker_id} of generation {generation} is not registered"
-        return self._match(registration)
-
-    def _match(self, registration: WorkerRegistration) -> Descriptor | str:
-        if registration.kv_signature != self._kv_signature:
-            return f"KV signature differs: theirs {registration.kv_signature}, ours {self._kv_signature}"
-        try:
-            return self._transports.find(registration)
-        except TransferError as error:
-            return str(error)
-
     def begin(self, sequence: Sequence, prefill: Descriptor, num_cached_blocks: int, chain: list[bytes]) -> None:
         """All blocks are reserved: ask the prefill worker for its own.
 
@@ -138,22 +108,19 @@ class HandOffs:
             num_cached_blocks: leading blocks that our own prefix cache supplied.
             chain: chain hashes of the full prompt blocks, computed from our own copy of the prompt.
         """
-        hand_off = HandOff(
-            sequence, prefill, self._engine.block_size, num_cached_blocks, chain, progress_s=self._clock()
-        )
+        block_size = self._thread.engine.block_size
+        hand_off = HandOff(sequence, prefill, block_size, num_cached_blocks, chain, progress_s=self._clock())
         self._open[sequence.key] = hand_off
         self._send_want(hand_off)
 
     def _send_want(self, hand_off: HandOff) -> None:
-        worker_id, generation = self._identity.peer
         want = KvWant(
             **hand_off.sequence.key._asdict(),
-            worker_id=worker_id,
-            generation=generation,
-            kv_signature=self._kv_signature,
+            **self._sender.ref._asdict(),
+            kv_signature=self._transports.kv_signature,
             backend=hand_off.descriptor.backend,
         )
-        self._bus.send(self._bus.keys.inbox(*hand_off.peer), want)
+        self._sender.to_worker(hand_off.peer, want)
 
     # --- what the prefill worker says
 
@@ -193,7 +160,7 @@ class HandOffs:
     def failed(self, message: KvFailed) -> None:
         """The prefill worker cannot serve this hand-off (any more)."""
         hand_off = self._open.get(message.key)
-        if hand_off is None or hand_off.peer != (message.worker_id, message.generation):
+        if hand_off is None or hand_off.peer != message.worker:
             self._watch.late_message("finished")
             return
         logger.warning("hand-off %s: prefill worker says %s", message.key, message.reason)
@@ -270,7 +237,7 @@ class HandOffs:
         for ticket in hand_off.reads:
             self._transports.abort(ticket)
         is_writing = bool(hand_off.reads)
-        self._thread.post(lambda: self._engine.abort(hand_off.sequence, quarantine=is_writing))
+        self._thread.post(lambda engine: engine.abort(hand_off.sequence, quarantine=is_writing))
         if is_writing:
             self._aborted[key] = hand_off
         else:
@@ -282,7 +249,7 @@ class HandOffs:
             return
         key = hand_off.sequence.key
         del self._aborted[key]
-        self._thread.post(lambda: self._engine.release_quarantine(key))
+        self._thread.post(lambda engine: engine.release_quarantine(key))
         self._send_release(key, hand_off.peer, is_complete=False)
 
     def _close(self, hand_off: HandOff) -> None:
@@ -302,7 +269,7 @@ class HandOffs:
         """Renew all KV leases, one message per prefill worker; give up what stands still or lost its peer."""
         self._renew()
         for hand_off in list(self._open.values()):
-            if self._view.is_gone(hand_off.peer):
+            if self._peers.is_gone(hand_off.peer):
                 logger.warning("prefill worker %s of hand-off %s is gone", hand_off.peer, hand_off.sequence.key)
                 self._lose_peer(hand_off, FailReason.HANDOFF_FAILED)
             elif now_s - hand_off.progress_s > self._handoff_timeout_s:
@@ -314,13 +281,9 @@ class HandOffs:
         by_peer: dict[WorkerRef, list[HandOff]] = {}
         for hand_off in (*self._open.values(), *self._aborted.values()):
             by_peer.setdefault(hand_off.peer, []).append(hand_off)
-        worker_id, generation = self._identity.peer
         for peer, hand_offs in by_peer.items():
             items = [hand_off.lease_item() for hand_off in hand_offs]
-            renewal = LeaseRenewal(worker_id=worker_id, generation=generation, items=items)
-            self._bus.send(self._bus.keys.inbox(*peer), renewal)
+            self._sender.to_worker(peer, LeaseRenewal(**self._sender.ref._asdict(), items=items))
 
     def _send_release(self, key: AttemptKey, peer: WorkerRef, *, is_complete: bool) -> None:
-        worker_id, generation = self._identity.peer
-        message = KvRelease(**key._asdict(), worker_id=worker_id, generation=generation, is_complete=is_complete)
-        self._bus.send(self._bus.keys.inbox(*peer), message)
+        self._sender.to_worker(peer, KvRelease(**key._asdict(), **self._sender.ref._asdict(), is_complete=is_complete))

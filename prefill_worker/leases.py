@@ -15,7 +15,7 @@ from pdserve.messages import AttemptKey
 
 @dataclass(slots=True)
 class Lease:
-    """One hand-off's lease."""
+    """The lease of one hand-off: two times at which it ends."""
 
     expires_at_s: float
     """On the lease clock, which stands still at times."""

@@ -76,8 +76,8 @@ class Offer:
         if not has_token0:
             self.reader.is_last_announced = False
 
-    def next_announcement(self, worker_id: str, generation: str) -> KvReady | None:
-        """What the reader does not know yet; None when it knows everything that is ready."""
+    def next_announcement(self, offerer: WorkerRef) -> KvReady | None:
+        """What the reader does not know yet, as said by `offerer`; None when it knows everything that is ready."""
         reader = self.reader
         if reader is None or self.is_over:
             return None
@@ -90,8 +90,7 @@ class Offer:
         num_full = min(end, len(self.chain_hashes))
         return KvReady(
             **self.sequence.key._asdict(),
-            worker_id=worker_id,
-            generation=generation,
+            **offerer._asdict(),
             first_block_index=first,
             block_ids=self.sequence.block_table[first:end],
             digests=self.digests[first:end] if self.has_digests else [],

@@ -1,8 +1,9 @@
-"""The prefill side of all hand-offs: who wants which blocks, under which KV lease.
+"""Step 5 of 8: the prefill side of all hand-offs lends finished blocks to decode workers, under KV leases.
 
-One request's way, steps 4, 5 and 8: a decode worker's KvWant starts a lease; finished chunks are announced
-(KvReady) with their digests; KvRelease, expiry or the end of a finished sequence ends the lease. A Cancel
-alone does not: somebody may still be reading. Never touches memory itself; the engine owns the blocks.
+A decode worker's KvWant starts a lease; finished chunks are announced (KvReady) with their digests; KvRelease, expiry
+or the end of a finished sequence ends the lease. A Cancel alone does not: a decode worker may still be reading.
+Before: step 4, prefill_worker/worker.py, computes the blocks. After: step 6, decode_worker/hand_offs.py, READs them.
+Never touches memory itself; the engine owns the blocks.
 """
 
 from __future__ import annotations
@@ -11,8 +12,6 @@ import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from pdserve.bus.bus import Bus
-from pdserve.engine.engine import Engine
 from pdserve.engine.sequence import Sequence
 from pdserve.log import get_logger
 from pdserve.messages import AttemptKey, KvFailed, KvRelease, KvWant, LeaseRenewal, TokenLogprobs
@@ -21,7 +20,7 @@ from pdserve.prefill_worker.offer import Offer, Reader
 from pdserve.reasons import KvFailReason
 from pdserve.registration import WorkerRef
 from pdserve.worker.engine_thread import EngineThread
-from pdserve.worker.identity import Identity
+from pdserve.worker.sender import Sender
 from pdserve.worker.tasks import TaskSet
 from pdserve.worker.transports import WorkerTransports
 from pdserve.worker.watch import WorkerWatch
@@ -33,30 +32,29 @@ class Offers:
     """Every offer of one prefill worker; all methods run on the event loop.
 
     Args:
+        sender: tells the decode workers.
+        engine_thread: owns the blocks that are lent.
+        transports: let peers READ.
+        leases: when each promise ends.
+        watch: notes what happens as metrics.
         block_digests: block ids → digests, runs in a thread; None with INTEGRITY=off.
     """
 
     def __init__(
         self,
-        identity: Identity,
-        engine: Engine,
+        sender: Sender,
         engine_thread: EngineThread,
         transports: WorkerTransports,
-        bus: Bus,
         leases: LeaseTable,
         watch: WorkerWatch,
         *,
-        kv_signature: str,
         block_digests: Callable[[list[int]], list[bytes]] | None,
     ) -> None:
-        self._identity = identity
-        self._engine = engine
+        self._sender = sender
         self._thread = engine_thread
         self._transports = transports
-        self._bus = bus
         self._leases = leases
         self._watch = watch
-        self._kv_signature = kv_signature
         self._block_digests = block_digests
         self._on_lease_over: Callable[[AttemptKey], None] = lambda key: None
         self._offers: dict[AttemptKey, Offer] = {}
@@ -65,7 +63,7 @@ class Offers:
         self._tasks = TaskSet()
 
     def report_to(self, on_lease_over: Callable[[AttemptKey], None]) -> None:
-        """Who is told when a completed sequence's blocks are needed no more."""
+        """Set who is told when a completed sequence's blocks are needed no more."""
         self._on_lease_over = on_lease_over
 
     @property
@@ -75,10 +73,11 @@ class Offers:
 
     # --- what happens to the sequence
 
-    def open(self, sequence: Sequence, chain_hashes: list[bytes]) -> None:
+    def open(self, sequence: Sequence) -> None:
         """A prompt was taken; its blocks can be wanted from now on."""
-        has_digests = self._block_digests is not None
-        self._offers[sequence.key] = Offer(sequence, self._engine.block_size, chain_hashes, has_digests)
+        engine = self._thread.engine
+        has_digests, chain_hashes = self._block_digests is not None, engine.chain_hashes(sequence)
+        self._offers[sequence.key] = Offer(sequence, engine.block_size, chain_hashes, has_digests)
 
     def progress(self, sequence: Sequence, token0: int | None, logprobs: TokenLogprobs | None) -> None:
         """A chunk is complete; with the last one token 0 is known and the lease begins, reader or not."""
@@ -93,7 +92,7 @@ class Offers:
         self._announce(offer)
 
     def end(self, key: AttemptKey, failure: KvFailReason | None = None) -> None:
-        """The attempt ended here. Blocks that somebody may be reading stay leased until they say otherwise."""
+        """The attempt ended here. Blocks that a decode worker may be reading stay leased until it says otherwise."""
         offer = self._offers.get(key)
         if offer is None:
             return
@@ -104,7 +103,7 @@ class Offers:
             self.close(key)
 
     def close(self, key: AttemptKey) -> None:
-        """Nobody reads these blocks (any more): no offer, no lease."""
+        """No decode worker reads these blocks (any more): no offer, no lease."""
         if self._offers.pop(key, None) is not None:
             self._unlease(key)
 
@@ -128,7 +127,7 @@ class Offers:
     def release(self, message: KvRelease) -> None:
         """A decode worker needs our blocks no more."""
         offer = self._offers.get(message.key)
-        if offer is None or offer.reader is None or offer.reader.peer != (message.worker_id, message.generation):
+        if offer is None or offer.reader is None or offer.reader.peer != message.worker:
             self._watch.late_message("unknown")
         elif message.is_complete or offer.is_over:
             self._end_lease(offer)
@@ -150,7 +149,7 @@ class Offers:
             self._announce(offer)
 
     def expire(self) -> None:
-        """End the leases that nobody renewed."""
+        """End the leases that were not renewed in time."""
         for key in self._leases.expire():
             logger.warning("KV lease of %s expired", key)
             self._watch.lease_expired()
@@ -171,12 +170,12 @@ class Offers:
                 return KvFailReason.STALE
             is_forged = any(key[:3] == message.key[:3] for key in self._offers)
             return KvFailReason.NONCE if is_forged else KvFailReason.UNKNOWN
-        return None if message.kv_signature == self._kv_signature else KvFailReason.GEOMETRY
+        return None if message.kv_signature == self._transports.kv_signature else KvFailReason.GEOMETRY
 
     async def _lend(self, offer: Offer, peer: WorkerRef) -> None:
         if offer.reader is None or offer.reader.peer != peer:
             offer.reader = Reader(peer)
-        await self._thread.call(lambda: self._engine.grant_lease(offer.sequence))
+        await self._thread.call(lambda engine: engine.grant_lease(offer.sequence))
         if self._offers.get(offer.key) is offer:
             self._grant(offer)
             self._announce(offer)
@@ -184,10 +183,10 @@ class Offers:
     def _announce(self, offer: Offer) -> None:
         if offer.blocks_without_digest() and offer.key not in self._digesting:
             self._tasks.spawn(self._digest(offer))
-        message = offer.next_announcement(*self._identity.peer)
+        message = offer.next_announcement(self._sender.ref)
         if message is not None and offer.reader is not None:
             self._transports.expect(message.nonce, message.block_ids)
-            self._bus.send(self._bus.keys.inbox(*offer.reader.peer), message)
+            self._sender.to_worker(offer.reader.peer, message)
 
     async def _digest(self, offer: Offer) -> None:
         assert self._block_digests is not None
@@ -220,10 +219,8 @@ class Offers:
         if key in self._leases:
             self._leases.release(key)
         self._transports.forget(key.nonce)
-        self._thread.post(lambda: self._engine.release_lease(key))
+        self._thread.post(lambda engine: engine.release_lease(key))
         self._transports.set_serving(len(self._leases) > 0)
 
     def _send_failed(self, key: AttemptKey, peer: WorkerRef, reason: KvFailReason) -> None:
-        worker_id, generation = self._identity.peer
-        message = KvFailed(**key._asdict(), worker_id=worker_id, generation=generation, reason=reason)
-        self._bus.send(self._bus.keys.inbox(*peer), message)
+        self._sender.to_worker(peer, KvFailed(**key._asdict(), **self._sender.ref._asdict(), reason=reason))

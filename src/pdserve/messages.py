@@ -142,6 +142,13 @@ class DecodeJob(AttemptMessage, frozen=True, kw_only=True, tag=True):
     """None: there is no hand-off, the decode worker computes the prompt and samples index 0 itself."""
     prefill_generation: str | None = None
 
+    @property
+    def prefill(self) -> WorkerRef | None:
+        """The prefill worker process whose blocks are fetched; None without a hand-off."""
+        if self.prefill_worker_id is None or self.prefill_generation is None:
+            return None
+        return WorkerRef(self.prefill_worker_id, self.prefill_generation)
+
 
 class Cancel(AttemptMessage, frozen=True, kw_only=True, tag=True):
     """Stop this attempt in whatever state it is. Harmless when unknown, also before its job arrives."""

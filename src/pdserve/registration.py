@@ -33,9 +33,8 @@ class Role(enum.StrEnum):
 
 
 class WorkerState(enum.StrEnum):
-    """STARTING workers take nothing yet, DRAINING ones nothing new."""
+    """READY processes take requests, DRAINING ones nothing new."""
 
-    STARTING = "starting"
     READY = "ready"
     DRAINING = "draining"
 
@@ -56,7 +55,7 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerRegistration(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker process."""
+    """What one worker process tells about itself."""
 
     worker_id: str
     role: Role

@@ -13,6 +13,7 @@ from contextlib import AbstractAsyncContextManager, AbstractContextManager
 import pytest
 
 from pdserve.bus.bus import Bus
+from pdserve.bus.memory import MemoryServer
 from pdserve.bus.reader import StreamReader
 from pdserve.local.redis_server import RedisServer
 from pdserve.messages import AnyMessage, Cancel
@@ -21,22 +22,33 @@ WaitUntil = Callable[[Callable[[], object]], AbstractAsyncContextManager[None]]
 
 
 @pytest.fixture
-async def bus(redis_url: str) -> AsyncIterator[Bus]:
-    bus = Bus(redis_url, "test", timeout_s=1.0)
+def kind() -> str:
+    """The server that the bus of a test is on, redis or memory; modules that hold for both override it."""
+    return "redis"
+
+
+@pytest.fixture
+async def bus(kind: str, request: pytest.FixtureRequest) -> AsyncIterator[Bus]:
+    """A bus on an empty server."""
+    bus = Bus(MemoryServer() if kind == "memory" else request.getfixturevalue("redis_url"), "test", timeout_s=1.0)
     await bus.start()
     yield bus
     await bus.close()
 
 
 @pytest.fixture
-def own_server() -> Iterator[RedisServer]:
+def own_server(kind: str) -> Iterator[RedisServer | MemoryServer]:
+    """A server that a test may stop and start again, empty."""
+    if kind == "memory":
+        yield MemoryServer()
+        return
     with RedisServer() as server:
         yield server
 
 
 @pytest.fixture
-async def own_bus(own_server: RedisServer) -> AsyncIterator[Bus]:
-    bus = Bus(own_server.url, "test", timeout_s=0.5)
+async def own_bus(own_server: RedisServer | MemoryServer) -> AsyncIterator[Bus]:
+    bus = Bus(own_server if isinstance(own_server, MemoryServer) else own_server.url, "test", timeout_s=0.5)
     await bus.start()
     yield bus
     await bus.close()

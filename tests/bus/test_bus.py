@@ -13,10 +13,10 @@ import pytest
 import redis
 
 from pdserve.bus.bus import Bus
-from pdserve.bus.client import new_client, run_commands
+from pdserve.bus.client import connect
 from pdserve.errors import BusError
 from pdserve.local.redis_server import RedisServer
-from pdserve.messages import Cancel, KvRelease, ResendTokens, decode
+from pdserve.messages import Cancel, ResendTokens, decode
 
 Numbered = Callable[[int], Cancel]
 
@@ -33,18 +33,10 @@ async def delivered(bus: Bus) -> None:
             return await bus.flush()
 
 
-async def test_what_is_sent_together_is_one_entry_per_stream_in_order(bus: Bus, numbered: Numbered) -> None:
-    for number in range(6):
-        bus.send(f"stream-{number % 2}", numbered(number))
-    await bus.flush()
-    assert [[m.attempt for m in entry] for entry in entries_of(bus.url, "stream-0")] == [[0, 2, 4]]
-    assert [[m.attempt for m in entry] for entry in entries_of(bus.url, "stream-1")] == [[1, 3, 5]]
-
-
 async def test_no_key_is_without_a_time_to_live(bus: Bus, numbered: Numbered) -> None:
     bus.send("stream", numbered(0))
     await bus.flush()
-    with redis.Redis.from_url(bus.url) as client:
+    with redis.Redis.from_url(bus.server) as client:
         assert {key: 0 < client.pttl(key) <= 600_000 for key in client.scan_iter()} == {b"stream": True}
 
 
@@ -57,9 +49,9 @@ async def test_150_concurrent_publishers_share_the_connection_and_lose_nothing(b
     await asyncio.gather(*(publish(publisher) for publisher in range(150)))
     await bus.flush()
     for publisher in range(150):
-        entries = entries_of(bus.url, f"stream-{publisher}")
+        entries = entries_of(bus.server, f"stream-{publisher}")
         assert [m.attempt for entry in entries for m in entry] == list(range(20))
-    with redis.Redis.from_url(bus.url) as client:
+    with redis.Redis.from_url(bus.server) as client:
         assert client.info("clients")["connected_clients"] < 20
 
 
@@ -69,30 +61,23 @@ async def test_150_concurrent_calls_wait_for_a_connection_instead_of_failing(bus
 
 
 async def test_a_cancelled_call_never_leaves_its_reply_to_the_next_one(redis_url: str) -> None:
-    client = new_client(redis_url, timeout_s=1.0)
+    connection = connect(redis_url, timeout_s=1.0)
     for number in range(20):
-        call = asyncio.create_task(
-            run_commands(client, [("BLPOP", f"empty-{number}", 5)], timeout_s=6, transaction=False)
-        )
+        call = asyncio.create_task(connection.run([("BLPOP", f"empty-{number}", 5)], timeout_s=6, transaction=False))
         await asyncio.sleep(0.002 * (number % 4))
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call
-        assert await run_commands(client, [("ECHO", str(number))], timeout_s=1) == [str(number).encode()]
-    await client.aclose()
+        assert await connection.run([("ECHO", str(number))], timeout_s=1) == [str(number).encode()]
+    await connection.close()
 
 
 async def test_a_call_cut_off_by_its_timeout_never_leaves_its_reply_to_the_next_one(redis_url: str) -> None:
-    client = new_client(redis_url, timeout_s=1.0)
+    connection = connect(redis_url, timeout_s=1.0)
     with pytest.raises(BusError, match=r"did not answer within 0\.05 s"):
-        await run_commands(client, [("XREAD", "BLOCK", 3000, "STREAMS", "s", "0")], timeout_s=0.05, transaction=False)
-    assert await run_commands(client, [("ECHO", "mine")], timeout_s=1) == [b"mine"]
-    await client.aclose()
-
-
-async def test_a_refused_command_is_a_bus_error_that_names_it(bus: Bus) -> None:
-    with pytest.raises(BusError, match="refused 'LPUSH'"):
-        await bus.execute(("SET", "text", "x"), ("LPUSH", "text", "y"))
+        await connection.run([("XREAD", "BLOCK", 3000, "STREAMS", "s", "0")], timeout_s=0.05, transaction=False)
+    assert await connection.run([("ECHO", "mine")], timeout_s=1) == [b"mine"]
+    await connection.close()
 
 
 async def test_a_frozen_server_delays_no_sender_and_every_call_ends_in_time(
@@ -111,36 +96,7 @@ async def test_a_frozen_server_delays_no_sender_and_every_call_ends_in_time(
         assert own_bus.up_since_s is None
     await until(lambda: own_bus.is_up)
     await delivered(own_bus)
-    assert {m.attempt for entry in entries_of(own_bus.url, "stream") for m in entry} == {1}
-
-
-async def test_messages_sent_while_the_server_is_dead_arrive_in_order_once_it_is_back(
-    own_server: RedisServer, own_bus: Bus, until: Any, numbered: Numbered
-) -> None:
-    own_server.stop()
-    for number in range(1000):
-        own_bus.send("stream", numbered(number))
-    await until(lambda: not own_bus.is_up)
-    own_server.start()
-    await until(lambda: own_bus.is_up)
-    await delivered(own_bus)
-    numbers = [m.attempt for entry in entries_of(own_bus.url, "stream") for m in entry]
-    assert sorted(set(numbers)) == list(range(1000))
-    assert list(dict.fromkeys(numbers)) == list(range(1000))
-
-
-async def test_a_restarted_server_is_noticed_as_another_one(own_server: RedisServer, own_bus: Bus, until: Any) -> None:
-    calls: list[str] = []
-    own_bus.on_new_server(lambda: calls.append("new server"))
-    first_id, first_s = own_bus.run_id, own_bus.up_since_s
-    assert first_s is not None
-    own_server.stop()
-    own_server.start()
-    await until(lambda: own_bus.run_id != first_id)
-    assert own_bus.up_since_s is not None
-    assert own_bus.up_since_s > first_s
-    assert calls == ["new server"]
-    assert own_bus.num_reconnects == 1
+    assert {m.attempt for entry in entries_of(own_bus.server, "stream") for m in entry} == {1}
 
 
 async def test_a_frozen_and_thawed_server_is_the_same_one_but_the_connection_starts_anew(
@@ -159,19 +115,6 @@ async def test_a_frozen_and_thawed_server_is_the_same_one_but_the_connection_sta
     assert calls == []
 
 
-async def test_a_callback_that_fails_keeps_nobody_else_from_being_called(
-    own_server: RedisServer, own_bus: Bus, until: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    calls: list[int] = []
-    own_bus.on_new_server(lambda: calls.append(1 // 0))
-    own_bus.on_new_server(lambda: calls.append(2))
-    own_server.stop()
-    own_server.start()
-    await until(lambda: calls)
-    assert calls == [2]
-    assert "programming error" in caplog.text
-
-
 async def test_starting_without_a_server_is_no_error_and_heals(until: Any, numbered: Numbered) -> None:
     server = RedisServer()
     bus = Bus(server.url, "test", timeout_s=0.5)
@@ -181,7 +124,7 @@ async def test_starting_without_a_server_is_no_error_and_heals(until: Any, numbe
     with server:
         await until(lambda: bus.is_up)
         await delivered(bus)
-        assert len(entries_of(bus.url, "stream")) == 1
+        assert len(entries_of(bus.server, "stream")) == 1
         await bus.close()
     assert bus.num_reconnects == 0
 
@@ -195,7 +138,7 @@ async def test_a_full_queue_forgets_the_oldest_and_counts_them(numbered: Numbere
     with server:
         await bus.start()
         await delivered(bus)
-        assert [m.attempt for entry in entries_of(bus.url, "stream") for m in entry] == list(range(150, 250))
+        assert [m.attempt for entry in entries_of(bus.server, "stream") for m in entry] == list(range(150, 250))
         await bus.close()
 
 
@@ -215,25 +158,6 @@ async def test_a_stream_beyond_its_bound_is_full_until_somebody_reads_it(
     await bus.close()
 
 
-async def test_a_key_of_another_type_does_not_hold_up_other_streams(bus: Bus, numbered: Numbered) -> None:
-    await bus.execute(("SET", "text", "x"))
-    bus.send("text", numbered(1))
-    bus.send("stream", numbered(2))
-    await bus.flush()
-    assert len(entries_of(bus.url, "stream")) == 1
-    assert bus.num_refused_messages == 1
-
-
-async def test_a_message_that_cannot_be_packed_does_not_take_others_with_it(bus: Bus, numbered: Numbered) -> None:
-    bad = KvRelease(request_id="r", choice=0, attempt=0, nonce="n", worker_id=object(), generation="g")  # type: ignore[arg-type]
-    bus.send("stream", numbered(1))
-    bus.send("stream", bad)
-    bus.send("stream", numbered(2))
-    await bus.flush()
-    assert [m.attempt for entry in entries_of(bus.url, "stream") for m in entry] == [1, 2]
-    assert bus.num_refused_messages == 1
-
-
 async def test_a_server_out_of_memory_is_tried_until_it_has_room(
     own_server: RedisServer, own_bus: Bus, until: Any, numbered: Numbered
 ) -> None:
@@ -241,10 +165,10 @@ async def test_a_server_out_of_memory_is_tried_until_it_has_room(
     own_bus.send("stream", numbered(1))
     with pytest.raises(BusError):
         await own_bus.flush()
-    assert entries_of(own_bus.url, "stream") == []
+    assert entries_of(own_bus.server, "stream") == []
     await own_bus.execute(("CONFIG", "SET", "maxmemory", "0"))
     await delivered(own_bus)
-    assert len(entries_of(own_bus.url, "stream")) == 1
+    assert len(entries_of(own_bus.server, "stream")) == 1
 
 
 @pytest.mark.parametrize(("policy", "warns"), [("allkeys-lru", True), ("volatile-ttl", True), ("noeviction", False)])
@@ -266,11 +190,6 @@ async def test_closing_sends_what_is_queued(redis_url: str, numbered: Numbered) 
     bus.send("stream", numbered(1))
     await bus.close()
     assert len(entries_of(redis_url, "stream")) == 1
-
-
-async def test_the_servers_clock_is_known(bus: Bus) -> None:
-    ((seconds, microseconds),) = await bus.execute(("TIME",))
-    assert bus.server_time_s() == pytest.approx(seconds + microseconds / 1e6, abs=1.0)
 
 
 async def test_20000_small_messages_take_at_most_a_second(bus: Bus) -> None:
@@ -297,4 +216,4 @@ async def test_neither_writer_nor_watch_ends_by_an_exception(
     bus.send("stream", numbered(2))
     await delivered(bus)
     await until(lambda: bus.is_up)
-    assert [[m.attempt for m in entry] for entry in entries_of(bus.url, "stream")] == [[2]]
+    assert [[m.attempt for m in entry] for entry in entries_of(bus.server, "stream")] == [[2]]

@@ -1,4 +1,7 @@
-"""Registrations: alive is who has a key; absence counts only when the server has been known for long enough."""
+"""Registrations: alive is who has a key; absence counts only when the server has been known for long enough.
+
+On a Redis and on the server in memory alike.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,16 @@ from pdserve.bus.absence import Absence
 from pdserve.bus.bus import Bus
 from pdserve.bus.registry import Registry, RegistryView
 from pdserve.errors import BusError
-from pdserve.local.redis_server import RedisServer
 from pdserve.registration import GatewayRegistration, Role, WorkerLoad, WorkerRef, WorkerRegistration, WorkerState
 
 HEARTBEAT_S = 0.1
 TTL_S = 3 * HEARTBEAT_S
+
+
+@pytest.fixture(params=["redis", "memory"])
+def kind(request: pytest.FixtureRequest) -> str:
+    """The server that the bus of a test is on."""
+    return str(request.param)
 
 
 def worker(worker_id: str = "p1", generation: str = "g1", **changes: Any) -> WorkerRegistration:
@@ -70,30 +78,6 @@ async def test_registrations_come_back_as_they_were_written(bus: Bus) -> None:
     assert view.gateways == {"gw": GATEWAY}
 
 
-async def test_every_key_has_a_time_to_live_and_the_index_is_on_the_servers_clock(bus: Bus) -> None:
-    await Registry(bus).announce_worker(worker(), 5)
-    await Registry(bus).announce_gateway(GATEWAY, 5)
-    with redis.Redis.from_url(bus.url) as client:
-        keys = set(client.scan_iter())
-        assert keys == {
-            b"pds:{test}:workers", b"pds:{test}:worker:p1", b"pds:{test}:gateways", b"pds:{test}:gateway:gw",
-        }  # fmt: skip
-        assert all(client.pttl(key) > 0 for key in keys)
-        (_, expiry_s), (now_s, _) = client.zrange(bus.keys.workers, 0, -1, withscores=True)[0], client.time()
-        assert 3 < expiry_s - now_s < 6
-
-
-async def test_a_dead_workers_name_leaves_the_index_in_the_end(bus: Bus, until: Any) -> None:
-    await Registry(bus).announce_worker(worker("old"), 0.01)
-    with redis.Redis.from_url(bus.url) as client:
-        for _ in range(100):
-            await asyncio.sleep(0.02)
-            await Registry(bus).announce_worker(worker("new"), 0.01)
-            if client.zrange(bus.keys.workers, 0, -1) == [b"new"]:
-                return
-    pytest.fail("the old name is still in the index")
-
-
 async def test_a_worker_that_stops_beating_is_gone_after_its_time_to_live(
     bus: Bus, view: RegistryView, until: Any
 ) -> None:
@@ -129,7 +113,7 @@ async def test_another_generation_under_the_same_name_means_the_old_one_is_gone(
         assert not view.is_gone(WorkerRef("p1", "new"))
 
 
-async def test_a_restarted_empty_server_makes_nobody_gone(own_server: RedisServer, own_bus: Bus, until: Any) -> None:
+async def test_a_restarted_empty_server_makes_no_process_gone(own_server: Any, own_bus: Bus, until: Any) -> None:
     view = RegistryView(own_bus, HEARTBEAT_S)
     task = asyncio.create_task(view.run())
     mourned: list[str] = []
@@ -151,7 +135,7 @@ async def test_a_restarted_empty_server_makes_nobody_gone(own_server: RedisServe
     await asyncio.gather(task, return_exceptions=True)
 
 
-async def test_a_dead_server_makes_nobody_gone(own_server: RedisServer, own_bus: Bus, until: Any) -> None:
+async def test_a_dead_server_makes_no_process_gone(own_server: Any, own_bus: Bus, until: Any) -> None:
     view = RegistryView(own_bus, HEARTBEAT_S)
     task = asyncio.create_task(view.run())
     await Registry(own_bus).announce_worker(worker(), TTL_S)
@@ -173,7 +157,7 @@ async def test_a_registration_that_cannot_be_read_is_ignored(bus: Bus, caplog: p
     assert "registration of bad" in caplog.text
 
 
-async def test_an_unchanged_poll_calls_nobody(bus: Bus) -> None:
+async def test_an_unchanged_poll_calls_no_callback(bus: Bus) -> None:
     await Registry(bus).announce_worker(worker(), 60)
     view, calls = RegistryView(bus), []
     view.on_change(lambda: calls.append(1))
@@ -183,6 +167,35 @@ async def test_an_unchanged_poll_calls_nobody(bus: Bus) -> None:
     await Registry(bus).announce_worker(worker(load=WorkerLoad(num_running=1)), 60)
     await view.poll()
     assert len(calls) == 2
+
+
+# --- as keys of a Redis
+
+
+@pytest.mark.parametrize("kind", ["redis"])
+async def test_every_key_has_a_time_to_live_and_the_index_is_on_the_servers_clock(bus: Bus) -> None:
+    await Registry(bus).announce_worker(worker(), 5)
+    await Registry(bus).announce_gateway(GATEWAY, 5)
+    with redis.Redis.from_url(bus.server) as client:
+        keys = set(client.scan_iter())
+        assert keys == {
+            b"pds:{test}:workers", b"pds:{test}:worker:p1", b"pds:{test}:gateways", b"pds:{test}:gateway:gw",
+        }  # fmt: skip
+        assert all(client.pttl(key) > 0 for key in keys)
+        (_, expiry_s), (now_s, _) = client.zrange(bus.keys.workers, 0, -1, withscores=True)[0], client.time()
+        assert 3 < expiry_s - now_s < 6
+
+
+@pytest.mark.parametrize("kind", ["redis"])
+async def test_a_dead_workers_name_leaves_the_index_in_the_end(bus: Bus, until: Any) -> None:
+    await Registry(bus).announce_worker(worker("old"), 0.01)
+    with redis.Redis.from_url(bus.server) as client:
+        for _ in range(100):
+            await asyncio.sleep(0.02)
+            await Registry(bus).announce_worker(worker("new"), 0.01)
+            if client.zrange(bus.keys.workers, 0, -1) == [b"new"]:
+                return
+    pytest.fail("the old name is still in the index")
 
 
 # --- the pure rule

@@ -36,7 +36,7 @@ def test_nothing_is_announced_without_a_reader() -> None:
     offer = make_offer(8)
     offer.advance(8)
     digest_ready_blocks(offer)
-    assert offer.next_announcement("p", "g") is None
+    assert offer.next_announcement(WorkerRef("p", "g")) is None
 
 
 def test_a_late_reader_is_told_of_all_finished_blocks_at_once_then_of_each_chunk() -> None:
@@ -44,19 +44,19 @@ def test_a_late_reader_is_told_of_all_finished_blocks_at_once_then_of_each_chunk
     offer.advance(9)  # two full blocks; the third is half written
     digest_ready_blocks(offer)
     offer.reader = Reader(D)
-    first = offer.next_announcement("p", "g")
+    first = offer.next_announcement(WorkerRef("p", "g"))
     assert first is not None
     assert (first.first_block_index, first.block_ids, first.is_last) == (0, [100, 101], False)
     assert first.chain_hash == bytes([1]) * 16
-    assert offer.next_announcement("p", "g") is None
+    assert offer.next_announcement(WorkerRef("p", "g")) is None
     offer.advance(14)
     digest_ready_blocks(offer)
     offer.token0 = 7
-    last = offer.next_announcement("p", "g")
+    last = offer.next_announcement(WorkerRef("p", "g"))
     assert last is not None
     assert (last.first_block_index, last.block_ids, last.is_last, last.token0) == (2, [102, 103], True, 7)
     assert last.chain_hash == bytes([2]) * 16  # the partial block is in no chain
-    assert offer.next_announcement("p", "g") is None
+    assert offer.next_announcement(WorkerRef("p", "g")) is None
 
 
 def test_blocks_wait_for_their_digests_and_token_0_waits_for_all_blocks() -> None:
@@ -64,9 +64,9 @@ def test_blocks_wait_for_their_digests_and_token_0_waits_for_all_blocks() -> Non
     offer.reader = Reader(D)
     offer.advance(8)
     offer.token0 = 3
-    assert offer.next_announcement("p", "g") is None
+    assert offer.next_announcement(WorkerRef("p", "g")) is None
     offer.digests.append(b"x" * 16)
-    half = offer.next_announcement("p", "g")
+    half = offer.next_announcement(WorkerRef("p", "g"))
     assert half is not None
     assert (half.block_ids, half.is_last, half.token0) == ([100], False, None)
 
@@ -75,7 +75,7 @@ def test_without_integrity_no_digest_is_awaited() -> None:
     offer = make_offer(8, has_digests=False)
     offer.reader = Reader(D)
     offer.advance(8)
-    message = offer.next_announcement("p", "g")
+    message = offer.next_announcement(WorkerRef("p", "g"))
     assert message is not None
     assert (message.block_ids, message.digests) == ([100, 101], [])
 
@@ -87,9 +87,9 @@ def test_a_renewal_that_shows_a_gap_brings_the_missing_blocks_again(num_known: i
     offer.advance(16)
     digest_ready_blocks(offer)
     offer.token0 = 5
-    assert offer.next_announcement("p", "g") is not None
+    assert offer.next_announcement(WorkerRef("p", "g")) is not None
     offer.rewind(num_known, has_token0=False)
-    again = offer.next_announcement("p", "g")
+    again = offer.next_announcement(WorkerRef("p", "g"))
     assert again is not None
     assert (again.first_block_index, again.is_last, again.token0) == (num_known, True, 5)
     assert again.block_ids == [100, 101, 102, 103][num_known:]
@@ -101,9 +101,9 @@ def test_a_renewal_that_misses_only_token_0_brings_it_without_blocks() -> None:
     offer.advance(4)
     digest_ready_blocks(offer)
     offer.token0 = 5
-    assert offer.next_announcement("p", "g") is not None
+    assert offer.next_announcement(WorkerRef("p", "g")) is not None
     offer.rewind(1, has_token0=False)
-    again = offer.next_announcement("p", "g")
+    again = offer.next_announcement(WorkerRef("p", "g"))
     assert again is not None
     assert (again.block_ids, again.token0) == ([], 5)
 
@@ -114,4 +114,4 @@ def test_an_ended_attempt_is_never_announced_again() -> None:
     offer.advance(4)
     digest_ready_blocks(offer)
     offer.is_over = True
-    assert offer.next_announcement("p", "g") is None
+    assert offer.next_announcement(WorkerRef("p", "g")) is None

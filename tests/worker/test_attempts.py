@@ -6,10 +6,30 @@ import pytest
 
 from pdserve.engine.sequence import Sequence
 from pdserve.messages import AttemptKey, Failed, Finished, Message, ResendTokens, TokenBatch
+from pdserve.registration import WorkerRef
 from pdserve.sampling_params import SamplingParams
 from pdserve.worker.attempts import Attempt, Attempts
+from pdserve.worker.sender import Sender
 
 Sent = list[tuple[str, Message]]
+
+
+class Recorder(Sender):
+    """A sender whose messages to gateways stay here."""
+
+    def __init__(self) -> None:
+        self.sent: Sent = []
+        self.full: set[str] = set()
+
+    @property
+    def ref(self) -> WorkerRef:
+        return WorkerRef("w", "g")
+
+    def to_gateway(self, gateway_id: str, message: Message) -> None:
+        self.sent.append((gateway_id, message))
+
+    def is_held_back(self, gateway_id: str) -> bool:
+        return gateway_id in self.full
 
 
 def make_sequence(attempt: int = 1, *, nonce: str = "n", num_emitted: int = 0) -> Sequence:
@@ -23,13 +43,18 @@ def make_sequence(attempt: int = 1, *, nonce: str = "n", num_emitted: int = 0) -
 
 
 @pytest.fixture
-def sent() -> Sent:
-    return []
+def sender() -> Recorder:
+    return Recorder()
 
 
 @pytest.fixture
-def attempts(sent: Sent) -> Attempts:
-    return Attempts(lambda: ("w", "g"), lambda gateway_id, message: sent.append((gateway_id, message)), keep_s=3.0)
+def sent(sender: Recorder) -> Sent:
+    return sender.sent
+
+
+@pytest.fixture
+def attempts(sender: Recorder) -> Attempts:
+    return Attempts(sender, keep_s=3.0)
 
 
 def add_tokens(attempt: Attempt, *token_ids: int) -> None:
@@ -138,14 +163,10 @@ def test_a_roster_tells_every_gateway_only_of_its_own(attempts: Attempts) -> Non
     assert (item.key, item.state, item.next_index) == (attempt.key, "waiting", 2)
 
 
-def test_tokens_wait_while_a_gateways_stream_is_full_and_go_out_in_one_piece(sent: Sent) -> None:
-    full = {"gw"}
-    attempts = Attempts(
-        lambda: ("w", "g"),
-        lambda gateway_id, message: sent.append((gateway_id, message)),
-        keep_s=3.0,
-        is_held_back=full.__contains__,
-    )
+def test_tokens_wait_while_a_gateways_stream_is_full_and_go_out_in_one_piece(
+    attempts: Attempts, sender: Recorder, sent: Sent
+) -> None:
+    sender.full.add("gw")
     attempt = attempts.open(make_sequence(), "gw", 0.0)
     for token_id in (10, 11):
         add_tokens(attempt, token_id)
@@ -154,7 +175,7 @@ def test_tokens_wait_while_a_gateways_stream_is_full_and_go_out_in_one_piece(sen
     attempts.end(attempt, 1.0, keeps_tokens=True)
     attempts.publish_held_back()
     assert sent == []
-    full.clear()
+    sender.full.clear()
     attempts.publish_held_back()
     attempts.publish_held_back()
     assert [type(message) for _, message in sent] == [TokenBatch, Finished]

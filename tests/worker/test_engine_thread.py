@@ -77,7 +77,7 @@ async def test_steps_begin_at_least_the_interval_apart(
 ) -> None:
     engine, thread, heard = start(lambda: 0.1)
     began_s = time.monotonic()
-    await thread.call(lambda: engine.add(a_sequence("a", 5)))
+    await thread.call(lambda engine: engine.add(a_sequence("a", 5)))
     await until(lambda: len(heard.steps_s) == 5)
     assert heard.steps_s[-1] - began_s >= 4 * 0.1
     assert not engine.has_work
@@ -88,20 +88,20 @@ async def test_a_rest_ends_at_once_when_its_reason_ends_and_commands_run_during_
 ) -> None:
     interval_s = [60.0]
     engine, thread, heard = start(lambda: interval_s[0])
-    await thread.call(lambda: engine.add(a_sequence("a", 3)))
+    await thread.call(lambda engine: engine.add(a_sequence("a", 3)))
     await until(lambda: len(heard.steps_s) == 1)
-    assert await asyncio.wait_for(thread.call(lambda: len(engine.scheduler.running)), 5) == 1
-    await thread.call(lambda: engine.add(a_sequence("b", 2)))
+    assert await asyncio.wait_for(thread.call(lambda engine: len(engine.scheduler.running)), 5) == 1
+    await thread.call(lambda engine: engine.add(a_sequence("b", 2)))
     assert len(heard.steps_s) == 1, "it did not rest"
-    await thread.call(lambda: interval_s.__setitem__(0, 0.0))
+    await thread.call(lambda engine: interval_s.__setitem__(0, 0.0))
     await until(lambda: not engine.has_work)
 
 
 async def test_stopping_does_not_wait_for_the_end_of_a_rest(
     start: Callable[..., tuple[Engine, EngineThread, Heard]],
 ) -> None:
-    engine, thread, heard = start(lambda: 60.0)
-    await thread.call(lambda: engine.add(a_sequence("a", 3)))
+    _, thread, heard = start(lambda: 60.0)
+    await thread.call(lambda engine: engine.add(a_sequence("a", 3)))
     await until(lambda: len(heard.steps_s) == 1)
     began_s = time.monotonic()
     await asyncio.to_thread(thread.stop, 30.0)

@@ -1,7 +1,8 @@
 """The bus: messages between processes over Redis streams, and who is alive.
 
 keys.py       every key's name
-client.py     redis-py, set up so that no call is unbounded, repeated or answered with another's reply
+client.py     connections: no call is unbounded, repeated or answered with another's reply
+memory.py     a server inside this process, for tests
 liveness.py   pure: is the server the one we knew, for how long, how long was a reader deaf
 outbox.py     pure: the bounded queue of what is to be sent
 tamper.py     test hooks on the way out

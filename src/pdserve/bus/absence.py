@@ -2,7 +2,7 @@
 
 A registration expires by itself after its time to live. That it is not there means its process is gone,
 provided that we have been connected to the same server for at least that long: a server that has just
-restarted knows nobody yet. A process never seen before has that long from the first question about it.
+restarted knows no process yet. A process never seen before has that long from the first question about it.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from typing import Any
 
 from redis.exceptions import ResponseError
 
-from pdserve.bus.client import Command, new_client, run_commands
+from pdserve.bus.client import Command, Server, connect
 from pdserve.bus.keys import Keys
 from pdserve.bus.liveness import ServerWatch
 from pdserve.bus.outbox import Outbox
@@ -39,11 +39,21 @@ LAST_RETRY_S = 0.5
 
 
 class Bus:
-    """The bus, seen from one process. Used from the event loop's thread only."""
+    """The bus, seen from one process. Used from the event loop's thread only.
+
+    Args:
+        server: URL of a Redis, or a server inside this process (`memory.MemoryServer`).
+        service: whose keys; services that share a server do not see each other.
+        timeout_s: after which any call to the server fails.
+        faults: test hooks on outgoing messages.
+        stream_ttl_s: life of a stream after its last entry.
+        max_stream_entries: beyond this a stream is full.
+        max_queued_messages: kept while the server is away; beyond this the oldest are dropped.
+    """
 
     def __init__(
         self,
-        url: str,
+        server: str | Server,
         service: str,
         *,
         timeout_s: float,
@@ -53,7 +63,7 @@ class Bus:
         max_queued_messages: int = 100_000,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.url = url
+        self.server = server
         self.keys = Keys(service)
         self.timeout_s = timeout_s
         self.clock = clock
@@ -63,8 +73,8 @@ class Bus:
         self._max_stream_entries = max_stream_entries
         self._outbox = Outbox(max_queued_messages)
         self._tampering = Tampering(faults, self._put) if faults is not None else None
-        self._client = new_client(url, timeout_s=timeout_s, max_connections=8)
-        self._server = ServerWatch()
+        self._connection = connect(server, timeout_s=timeout_s, max_connections=8)
+        self._watch = ServerWatch()
         self._server_time_offset_s = 0.0
         self._full_streams: set[str] = set()
         self._new_server_callbacks: list[Callable[[], None]] = []
@@ -80,22 +90,22 @@ class Bus:
     @property
     def is_up(self) -> bool:
         """Whether the server answered when last asked."""
-        return self._server.is_up
+        return self._watch.is_up
 
     @property
     def run_id(self) -> str | None:
-        """Of the server last heard; another one after a restart or a failover."""
-        return self._server.run_id
+        """Identity of the server last heard; another one after a restart or a failover."""
+        return self._watch.run_id
 
     @property
     def up_since_s(self) -> float | None:
         """Monotonic start of the continuous connection to this `run_id`; None while it is down."""
-        return self._server.up_since_s
+        return self._watch.up_since_s
 
     @property
     def num_reconnects(self) -> int:
         """How often the connection came back."""
-        return self._server.num_reconnects
+        return self._watch.num_reconnects
 
     @property
     def num_dropped_messages(self) -> int:
@@ -137,7 +147,7 @@ class Bus:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._tasks = []
-        await self._client.aclose()
+        await self._connection.close()
 
     # --- writing
 
@@ -167,7 +177,7 @@ class Bus:
         Raises:
             BusError: the server did not answer in time, or refused one of them.
         """
-        replies = await run_commands(self._client, commands, timeout_s=self.timeout_s, transaction=transaction)
+        replies = await self._connection.run(commands, timeout_s=self.timeout_s, transaction=transaction)
         for command, reply in zip(commands, replies, strict=True):
             if isinstance(reply, ResponseError):
                 raise BusError(f"the bus refused {command[0]!r}: {reply}") from reply
@@ -220,7 +230,7 @@ class Bus:
                 if retry_s == FIRST_RETRY_S:
                     _log.warning("cannot write to the bus, will repeat until it takes it: %s", error)
                 if not isinstance(error.__cause__, ResponseError):
-                    self._server.lost()
+                    self._watch.lost()
                 self._check_now.set()
             if entries:
                 await self._wait_for_an_answer(retry_s)
@@ -239,7 +249,7 @@ class Bus:
             commands.append(("XADD", stream, "*", "m", payload))
             commands.append(("PEXPIRE", stream, self._stream_ttl_ms))
             commands.append(("XLEN", stream))
-        return await run_commands(self._client, commands, timeout_s=self.timeout_s)
+        return await self._connection.run(commands, timeout_s=self.timeout_s)
 
     def _take_note(self, entries: dict[str, bytes], replies: Sequence[Any]) -> dict[str, bytes]:
         """Remember which streams are full; the entries that are still to be written."""
@@ -276,7 +286,7 @@ class Bus:
                 await self._check()
             except Exception:
                 _log.exception("looking after the bus failed: a programming error")
-                self._server.lost()
+                self._watch.lost()
 
     async def _check(self) -> None:
         full = list(self._full_streams)
@@ -287,7 +297,7 @@ class Bus:
         except BusError as error:
             if self.is_up:
                 _log.warning("the bus is away: %s", error)
-            self._server.lost()
+            self._watch.lost()
             return
         for stream, length in zip(full, lengths, strict=True):
             self._note_length(stream, length)
@@ -296,10 +306,10 @@ class Bus:
         await self._note_answer(str(info["run_id"]), now_s)
 
     async def _note_answer(self, run_id: str, now_s: float) -> None:
-        is_first, num_reconnects = self._server.run_id is None, self._server.num_reconnects
-        is_new_server = self._server.answered(run_id, now_s)
+        is_first, num_reconnects = self._watch.run_id is None, self._watch.num_reconnects
+        is_new_server = self._watch.answered(run_id, now_s)
         self._answered.set()
-        if self._server.num_reconnects != num_reconnects:
+        if self._watch.num_reconnects != num_reconnects:
             _log.warning("the bus is back%s", ", another server or restarted" if is_new_server else "")
         if is_new_server:
             call_all(self._new_server_callbacks)

@@ -21,7 +21,7 @@ class Keys:
 
     @property
     def workers(self) -> str:
-        """ZSET worker id → expiry on the server's clock: the index, so that nobody scans."""
+        """ZSET worker id → expiry on the server's clock: the index, so that no process scans."""
         return f"{self.prefix}workers"
 
     def worker(self, worker_id: str) -> str:

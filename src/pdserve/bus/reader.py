@@ -12,11 +12,10 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
 from pdserve.bus.bus import Bus
-from pdserve.bus.client import Command, new_client, run_commands
+from pdserve.bus.client import Command, Connection, connect
 from pdserve.bus.liveness import Deafness
 from pdserve.errors import BusError
 from pdserve.log import get_logger
@@ -47,7 +46,7 @@ class StreamReader:
         self._handler = handler
         self._run_id: str | None = None
         self._last_id = _BEGINNING
-        """Last entry processed."""
+        """Id of the last entry processed."""
         self._trimmed_id = _BEGINNING
         self._num_untrimmed = 0
         self._trimmed_s = 0.0
@@ -68,7 +67,7 @@ class StreamReader:
         return self._deafness.total_s(self._bus.clock())
 
     async def run(self) -> None:
-        """Read until cancelled."""
+        """Read until this is cancelled."""
         retry_s = FIRST_RETRY_S
         while True:
             heard_s = self._deafness.last_heard_s
@@ -85,36 +84,36 @@ class StreamReader:
             await asyncio.sleep(retry_s)
 
     async def _read_until_it_fails(self) -> None:
-        client = new_client(self._bus.url, timeout_s=self._bus.timeout_s)
+        connection = connect(self._bus.server, timeout_s=self._bus.timeout_s)
         try:
-            await self._meet_server(client)
+            await self._meet_server(connection)
             while True:
-                entries = await self._read(client)
+                entries = await self._read(connection)
                 self._deafness.heard(self._bus.clock())
                 for entry_id, fields in entries:
                     self._process(fields)
                     self._last_id = _parse_id(entry_id)
                 if not entries:
-                    await self._check_position(client)
+                    await self._check_position(connection)
         finally:
-            await client.aclose()
+            await connection.close()
 
-    async def _meet_server(self, client: Redis) -> None:
-        (info,) = await self._execute(client, ("INFO", "server"))
+    async def _meet_server(self, connection: Connection) -> None:
+        (info,) = await self._execute(connection, ("INFO", "server"))
         run_id = str(info["run_id"])
         if self._run_id not in (None, run_id):
             _log.warning("another server answers: reading %s from its beginning", self._stream)
             self._last_id = self._trimmed_id = _BEGINNING
         self._run_id = run_id
 
-    async def _read(self, client: Redis) -> list[tuple[bytes, dict[bytes, bytes]]]:
+    async def _read(self, connection: Connection) -> list[tuple[bytes, dict[bytes, bytes]]]:
         commands: list[Command] = []
         if self._is_trim_due():
             commands.append(("XTRIM", self._stream, "MINID", _format_id((self._last_id[0], self._last_id[1] + 1))))
         block_ms = int(1000 * BLOCK_S)
         last_id = _format_id(self._last_id)
         commands.append(("XREAD", "COUNT", MAX_ENTRIES_PER_READ, "BLOCK", block_ms, "STREAMS", self._stream, last_id))
-        replies = await self._execute(client, *commands)
+        replies = await self._execute(connection, *commands)
         if len(commands) > 1:
             self._trimmed_id, self._trimmed_s, self._num_untrimmed = self._last_id, self._bus.clock(), 0
         streams = replies[-1]
@@ -125,10 +124,10 @@ class StreamReader:
             return False
         return self._num_untrimmed >= TRIM_ENTRIES or self._bus.clock() - self._trimmed_s >= TRIM_S
 
-    async def _check_position(self, client: Redis) -> None:
+    async def _check_position(self, connection: Connection) -> None:
         """An idle stream whose last id is below ours was made anew (lost, evicted, failed over): start over."""
         try:
-            (about,) = await self._execute(client, ("XINFO", "STREAM", self._stream))
+            (about,) = await self._execute(connection, ("XINFO", "STREAM", self._stream))
         except BusError as error:
             if not isinstance(error.__cause__, ResponseError):
                 raise
@@ -139,9 +138,9 @@ class StreamReader:
             _log.warning("%s was made anew: reading it from its beginning", self._stream)
             self._last_id = self._trimmed_id = _BEGINNING
 
-    async def _execute(self, client: Redis, *commands: Command) -> list[Any]:
+    async def _execute(self, connection: Connection, *commands: Command) -> list[Any]:
         limit_s = self._bus.timeout_s + BLOCK_S
-        replies = await run_commands(client, commands, timeout_s=limit_s, transaction=False)
+        replies = await connection.run(commands, timeout_s=limit_s, transaction=False)
         for command, reply in zip(commands, replies, strict=True):
             if isinstance(reply, ResponseError):
                 raise BusError(f"the bus refused {command[0]!r}: {reply}") from reply

@@ -1,6 +1,6 @@
-"""Registrations on the bus: a process writes its own with every heartbeat, and polls everybody else's.
+"""Registrations on the bus: a process writes its own with every heartbeat, and polls those of all others.
 
-The index (a ZSET) only names whom to ask for; alive is who has a key. Nobody scans, and no host's wall
+The index (a ZSET) only names whom to ask for; alive is who has a key. No process scans, and no host's wall
 clock is compared with another's: expiry times in the index are on the server's clock.
 """
 
@@ -85,7 +85,7 @@ class Registry:
 
 
 class RegistryView:
-    """Everybody's registrations, polled once a heartbeat."""
+    """The registrations of all processes, polled once a heartbeat."""
 
     def __init__(self, bus: Bus, heartbeat_s: float = HEARTBEAT_S) -> None:
         self._bus = bus
@@ -100,7 +100,7 @@ class RegistryView:
         """Whether a poll has succeeded yet."""
 
     def on_change(self, callback: Callable[[], None]) -> None:
-        """Call back after each poll that found anything new: somebody came, went, or reported another load."""
+        """Call back after each poll that found anything new: a process came, went, or reported another load."""
         self._callbacks.append(callback)
 
     def is_gone(self, worker: WorkerRef) -> bool:
@@ -124,7 +124,7 @@ class RegistryView:
             await asyncio.sleep(self._heartbeat_s)
 
     async def poll(self) -> None:
-        """Look once.
+        """Read all registrations once.
 
         Raises:
             BusError: the bus did not answer in time.

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from pdserve.bus.bus import Bus
-from pdserve.bus.client import Command, new_client, run_commands
+from pdserve.bus.client import Command, connect
 from pdserve.bus.registry import RegistryView
 from pdserve.errors import BusError
 from pdserve.messages import AnyMessage, decode
@@ -49,7 +49,7 @@ async def watch(bus: Bus) -> AsyncIterator[Seen]:
         BusError: the bus went away.
     """
     view, positions = RegistryView(bus), dict[str, str]()
-    client = new_client(bus.url, timeout_s=bus.timeout_s)
+    connection = connect(bus.server, timeout_s=bus.timeout_s)
     try:
         while True:
             await view.poll()
@@ -60,14 +60,14 @@ async def watch(bus: Bus) -> AsyncIterator[Seen]:
             block_ms = int(1000 * BLOCK_S)
             command: Command = ("XREAD", "BLOCK", block_ms, "STREAMS", *positions, *positions.values())
             limit_s = bus.timeout_s + BLOCK_S
-            (reply,) = await run_commands(client, [command], timeout_s=limit_s, transaction=False)
+            (reply,) = await connection.run([command], timeout_s=limit_s, transaction=False)
             for stream, entries in reply or ():
                 for entry_id, fields in entries:
                     positions[stream.decode()] = entry_id.decode()
                     for seen in _read(stream.decode(), entry_id.decode(), fields.get(b"m", b"")):
                         yield seen
     finally:
-        await client.aclose()
+        await connection.close()
 
 
 def _streams(bus: Bus, view: RegistryView) -> list[str]:

@@ -1,44 +1,65 @@
-"""What both roles ask of a job before they take it: is it new, does it supersede another, may it be taken at all."""
+"""What a job must satisfy before a worker takes it, and the sequence that it becomes.
+
+Pure. Whether there is room for the sequence now is the engine's question, and not asked here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
+from pdserve.engine.sequence import Sequence
 from pdserve.messages import DecodeJob, PrefillJob
-from pdserve.worker.attempts import Attempt, Attempts
-from pdserve.worker.jobs import refusal_of, sequence_of
-from pdserve.worker.watch import WorkerWatch
+from pdserve.reasons import FailReason
+
+Job = PrefillJob | DecodeJob
 
 
 @dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a job is not taken; goes into Failed."""
+
+    reason: FailReason
+    detail: str
+    retryable: bool = True
+
+
+@dataclass(slots=True)
 class Admission:
-    """The door of one worker.
+    """The conditions of one worker."""
 
-    `drop` ends an attempt that a higher one of the same sequence supersedes.
-    """
-
-    attempts: Attempts
-    watch: WorkerWatch
-    drop: Callable[[Attempt], None]
     fingerprint: str
+    """Model fingerprint; jobs for another model are refused."""
     vocab_size: int
-    is_draining: Callable[[], bool]
-    clock: Callable[[], float]
+    """Token ids lie in [0, vocab_size)."""
+    is_draining: bool = False
+    """Set once, when the worker begins to leave: it takes nothing new."""
 
-    def take(self, job: PrefillJob | DecodeJob, *, is_prefill_only: bool) -> Attempt | None:
-        """Begin to hold the job's attempt; None: it is doubled or late, or was refused and the gateway told."""
-        if not self.attempts.is_new(job.key):
-            self.watch.late_message("stale")
-            return None
-        if (older := self.attempts.older_than(job.key)) is not None:
-            self.drop(older)
-        refusal = refusal_of(
-            job, fingerprint=self.fingerprint, is_draining=self.is_draining(), vocab_size=self.vocab_size
-        )
-        if refusal is not None:
-            self.watch.job("rejected")
-            self.attempts.refuse(job.key, job.gateway_id, refusal)
-            return None
-        now_s = self.clock()
-        return self.attempts.open(sequence_of(job, now_s, is_prefill_only=is_prefill_only), job.gateway_id, now_s)
+    def refusal_of(self, job: Job) -> Refusal | None:
+        """Why this worker must not take this job, or None."""
+        if self.is_draining:
+            return Refusal(FailReason.DRAINING, "this worker is draining")
+        if job.fingerprint != self.fingerprint:
+            detail = f"job is for model {job.fingerprint}, this worker serves {self.fingerprint}"
+            return Refusal(FailReason.FINGERPRINT, detail)
+        if job.remaining_s <= 0:
+            return Refusal(FailReason.DEADLINE, "the deadline had passed on arrival", retryable=False)
+        if not job.prompt_token_ids or not 0 < job.num_original_prompt_tokens <= len(job.prompt_token_ids):
+            return Refusal(FailReason.SCHEMA, "prompt is empty or its border lies outside", retryable=False)
+        if min(job.prompt_token_ids) < 0 or max(job.prompt_token_ids) >= self.vocab_size:
+            return Refusal(FailReason.SCHEMA, f"token ids must lie in [0, {self.vocab_size})", retryable=False)
+        return None
+
+
+def sequence_of(job: Job, now_s: float) -> Sequence:
+    """The engine's sequence for a job; its deadline is on the local monotonic clock."""
+    return Sequence(
+        key=job.key,
+        prompt_token_ids=job.prompt_token_ids,
+        num_original_prompt_tokens=job.num_original_prompt_tokens,
+        sampling=job.sampling,
+        priority=job.priority,
+        cache_salt=job.cache_salt,
+        arrival_s=now_s,
+        deadline_s=now_s + job.remaining_s,
+        is_prefill_only=isinstance(job, PrefillJob),
+    )

@@ -4,12 +4,12 @@ Any message may be lost, doubled or late. So an attempt's tokens stay here for t
 end and can be asked for again; ended and cancelled attempts leave tombstones, so that a doubled job, or a
 Cancel that overtook its job, is harmless; and a higher attempt of a sequence ends the lower ones.
 
-Pure but for the injected clock and `send`: never touches the engine or a transport.
+Sees no clock: times are arguments, in monotonic seconds. Never touches the engine or a transport.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from pdserve.engine.engine import StepOutput
@@ -18,26 +18,24 @@ from pdserve.messages import (
     AttemptKey,
     Failed,
     Finished,
-    Message,
     ResendTokens,
     Roster,
     RosterItem,
     SequenceKey,
     SequenceTokens,
+    Started,
     Timing,
     TokenBatch,
     TokenLogprobs,
 )
 from pdserve.reasons import FailReason, FinishReason, SequenceState
-from pdserve.worker.jobs import Refusal
-
-Send = Callable[[str, Message], None]
-"""(gateway id, message): queue a message on that gateway's stream; never blocks."""
+from pdserve.worker.admission import Refusal
+from pdserve.worker.sender import Sender
 
 
 @dataclass(slots=True, eq=False)
 class Attempt:
-    """One attempt on this worker. `token_ids` start at output index `first_index`."""
+    """One attempt on this worker; its `token_ids` start at output index `first_index`."""
 
     sequence: Sequence
     gateway_id: str
@@ -53,7 +51,7 @@ class Attempt:
 
     @property
     def key(self) -> AttemptKey:
-        """The attempt's key."""
+        """The key of this attempt: no other has its nonce."""
         return self.sequence.key
 
     @property
@@ -73,6 +71,19 @@ class Attempt:
     def has_unsent(self) -> bool:
         """Whether tokens, or the finish, still have to be sent."""
         return self.num_sent < len(self.token_ids) or (self.finished is not None and not self.is_finish_sent)
+
+    @property
+    def schedule_s(self) -> float:
+        """Seconds from arrival here to the start of the computation; 0 before that."""
+        admitted_s = self.sequence.admitted_s
+        return 0.0 if admitted_s is None else max(0.0, admitted_s - self.sequence.arrival_s)
+
+    @property
+    def is_computing_prompt(self) -> bool:
+        """Whether this worker computes the prompt now; its `sequence.admitted_s` says since when."""
+        sequence = self.sequence
+        is_admitted = sequence.state is SequenceState.RUNNING and sequence.admitted_s is not None
+        return is_admitted and sequence.num_computed_tokens < sequence.num_prompt_tokens
 
     @property
     def next_index(self) -> int:
@@ -104,24 +115,13 @@ class Attempts:
     """All attempts of one worker.
 
     Args:
-        identity: current (worker id, generation).
-        send: queues a message for a gateway.
+        sender: tells the gateways; while it holds a gateway back, tokens wait here until that gateway has read.
         keep_s: how long ended attempts can be asked for their tokens (three heartbeats).
-        is_held_back: whether a gateway's stream is at its bound: its tokens wait here until it has read.
     """
 
-    def __init__(
-        self,
-        identity: Callable[[], tuple[str, str]],
-        send: Send,
-        *,
-        keep_s: float,
-        is_held_back: Callable[[str], bool] = lambda gateway_id: False,
-    ) -> None:
-        self._identity = identity
-        self._send = send
+    def __init__(self, sender: Sender, *, keep_s: float) -> None:
+        self._sender = sender
         self._keep_s = keep_s
-        self._is_held_back = is_held_back
         self._active: dict[SequenceKey, Attempt] = {}
         self._ended: dict[AttemptKey, Attempt] = {}
         self._tombstones: dict[AttemptKey, float] = {}
@@ -152,7 +152,7 @@ class Attempts:
         return attempt if attempt is not None and attempt.key == key else None
 
     def active(self) -> list[Attempt]:
-        """All active attempts."""
+        """Attempts that have not ended here, oldest first."""
         return list(self._active.values())
 
     def bury(self, key: AttemptKey, until_s: float) -> None:
@@ -200,24 +200,34 @@ class Attempts:
 
     # --- messages to gateways
 
+    def start(self, attempt: Attempt) -> None:
+        """Tell the gateway that the prompt's blocks are reserved and its computation begins."""
+        started = Started(
+            **attempt.key._asdict(),
+            **self._sender.ref._asdict(),
+            num_cached_tokens=attempt.sequence.num_cached_tokens,
+            schedule_s=attempt.schedule_s,
+        )
+        self._sender.to_gateway(attempt.gateway_id, started)
+
     def publish(self, touched: Iterable[Attempt]) -> None:
         """Send all unsent tokens of these attempts: one TokenBatch per gateway, Finished behind it."""
         by_gateway: dict[str, list[Attempt]] = {}
         for attempt in touched:
             by_gateway.setdefault(attempt.gateway_id, []).append(attempt)
-        worker_id, generation = self._identity()
+        ref = self._sender.ref
         for gateway_id, attempts in by_gateway.items():
-            if self._is_held_back(gateway_id):
+            if self._sender.is_held_back(gateway_id):
                 continue
             items = [a.tokens_from(a.first_index + a.num_sent) for a in attempts if a.num_sent < len(a.token_ids)]
             if items:
-                self._send(gateway_id, TokenBatch(worker_id=worker_id, generation=generation, items=items))
+                self._sender.to_gateway(gateway_id, TokenBatch(**ref._asdict(), items=items))
             for attempt in attempts:
                 attempt.num_sent = len(attempt.token_ids)
                 attempt.timing = None
                 if attempt.finished is not None and not attempt.is_finish_sent:
                     attempt.is_finish_sent = True
-                    self._send(gateway_id, attempt.finished)
+                    self._sender.to_gateway(gateway_id, attempt.finished)
 
     def publish_held_back(self) -> None:
         """Send what waited because a gateway's stream was full."""
@@ -226,11 +236,9 @@ class Attempts:
 
     def finish(self, attempt: Attempt, finish_reason: FinishReason, stop_token_id: int | None) -> None:
         """Note that the sequence is complete; `publish` says so."""
-        worker_id, generation = self._identity()
         attempt.finished = Finished(
             **attempt.key._asdict(),
-            worker_id=worker_id,
-            generation=generation,
+            **self._sender.ref._asdict(),
             finish_reason=finish_reason,
             num_output_tokens=attempt.next_index,
             stop_token_id=stop_token_id,
@@ -247,13 +255,11 @@ class Attempts:
         in_step: bool = False,
     ) -> None:
         """Tell the gateway that this attempt ended here without finishing."""
-        worker_id, generation = self._identity()
-        self._send(
+        self._sender.to_gateway(
             gateway_id,
             Failed(
                 **key._asdict(),
-                worker_id=worker_id,
-                generation=generation,
+                **self._sender.ref._asdict(),
                 reason=reason,
                 retryable=retryable,
                 detail=detail,
@@ -270,24 +276,23 @@ class Attempts:
         attempt = self.get(message.key) or self._ended.get(message.key)
         if attempt is None:
             return
-        worker_id, generation = self._identity()
         if message.from_index < attempt.next_index:
             tokens = attempt.tokens_from(message.from_index)
-            batch = TokenBatch(worker_id=worker_id, generation=generation, items=[tokens])
-            self._send(message.gateway_id, batch)
+            batch = TokenBatch(**self._sender.ref._asdict(), items=[tokens])
+            self._sender.to_gateway(message.gateway_id, batch)
         if attempt.finished is not None:
-            self._send(message.gateway_id, attempt.finished)
+            self._sender.to_gateway(message.gateway_id, attempt.finished)
 
     def roster(self, gateway_id: str) -> Roster:
         """Everything held for one gateway, finished attempts included while their tokens are kept."""
-        worker_id, generation = self._identity()
         held = [*self._active.values(), *(attempt for attempt in self._ended.values() if attempt.finished is not None)]
         items = [_roster_item(attempt) for attempt in held if attempt.gateway_id == gateway_id]
-        return Roster(worker_id=worker_id, generation=generation, items=items)
+        return Roster(**self._sender.ref._asdict(), items=items)
 
-    def gateway_ids(self) -> set[str]:
-        """Gateways with active attempts."""
-        return {attempt.gateway_id for attempt in self._active.values()}
+    def send_rosters(self, gateway_ids: Iterable[str]) -> None:
+        """Tell these gateways, and all that have active attempts here, what is held for them."""
+        for gateway_id in {*gateway_ids, *(attempt.gateway_id for attempt in self._active.values())}:
+            self._sender.to_gateway(gateway_id, self.roster(gateway_id))
 
 
 def _roster_item(attempt: Attempt) -> RosterItem:

@@ -1,7 +1,7 @@
 """The thread that owns the engine. Its loop reads: admit what arrived, rest if asked to, step, hand the output over.
 
-Nothing else touches the engine. The event loop sends it commands, which run between two steps, and gets
-every step's output back on the loop. The thread never sees a bus, a transport or a socket.
+Nothing else changes the engine. The event loop sends commands, which get the engine between two steps, and hears
+of every step's output on the loop. The thread never sees a bus, a transport or a socket.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pdserve.log import get_logger
 from pdserve.mailbox import Mailbox
 
 T = TypeVar("T")
-Command = Callable[[], object]
+Command = Callable[[Engine], object]
 
 _STALLED_WAIT_S = 0.02
 """Pause before the next attempt when work exists but nothing could run (all blocks held by hand-offs)."""
@@ -33,12 +33,12 @@ class StepFailure:
     """A step that raised; its sequences are aborted already."""
 
     name: str
-    """Of the exception."""
+    """The exception's type."""
     sequences: list[Sequence]
 
 
 class EngineListener(Protocol):
-    """Who hears of the engine's doings, on the event loop."""
+    """Hears of the engine's doings, on the event loop."""
 
     def on_admitted(self, sequence: Sequence) -> None:
         """The scheduler took this sequence for the first time; its first tokens are about to be computed."""
@@ -49,7 +49,7 @@ class EngineListener(Protocol):
         ...
 
     def on_step_failed(self, failure: StepFailure) -> None:
-        """A step raised."""
+        """A step raised an exception; its sequences are lost."""
         ...
 
 
@@ -57,7 +57,7 @@ class EngineThread:
     """Runs an engine; every method but `start` and `stop` belongs to the event loop.
 
     Args:
-        engine: owned by this thread from `start` on.
+        engine: changed by this thread alone from `start` on; its sizes and hashes may be read from any thread.
         before_step: test hook, called in the thread before every step.
     """
 
@@ -68,7 +68,7 @@ class EngineThread:
         before_step: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._engine = engine
+        self.engine = engine
         self._before_step = before_step
         self._clock = clock
         self._listener: EngineListener | None = None
@@ -80,7 +80,7 @@ class EngineThread:
         self._interval_s: Callable[[], float] = _no_interval
 
     def space_steps(self, interval_s: Callable[[], float]) -> None:
-        """From the beginning of one step to that of the next at least so many seconds pass; before `start`.
+        """Let at least so many seconds pass from the beginning of one step to that of the next; before `start`.
 
         Asked in the thread, again after every command: 0 ends a rest at once.
         """
@@ -88,10 +88,14 @@ class EngineThread:
 
     def start(self, loop: asyncio.AbstractEventLoop, listener: EngineListener) -> None:
         """Begin to serve; the listener hears of everything on `loop`."""
+        self.attach(loop, listener)
+        self._thread.start()
+
+    def attach(self, loop: asyncio.AbstractEventLoop, listener: EngineListener) -> None:
+        """Set who hears of everything, without a thread: `turn` then runs the engine, where a test wants it to."""
         self._loop = loop
         self._listener = listener
-        self._engine.on_admitted = lambda sequence: self._deliver(listener.on_admitted, sequence)
-        self._thread.start()
+        self.engine.on_admitted = lambda sequence: self._deliver(listener.on_admitted, sequence)
 
     def stop(self, timeout_s: float) -> None:
         """End after the current step. A step that hangs is left behind: the thread is a daemon."""
@@ -108,24 +112,24 @@ class EngineThread:
         """Run a command between two steps; its exception is a defect and is logged."""
         self._commands.put(command)
 
-    def post_output(self, command: Callable[[], StepOutput | None]) -> None:
-        """As `post`; what the command ended is told like a step's output."""
+    def post_output(self, command: Callable[[Engine], StepOutput | None]) -> None:
+        """Run a command like `post` does; what it ended is told like a step's output."""
 
-        def deliver() -> None:
-            output = command()
+        def deliver(engine: Engine) -> None:
+            output = command(engine)
             if output is not None and self._listener is not None:
                 self._deliver(self._listener.on_step, output)
 
         self._commands.put(deliver)
 
-    async def call(self, function: Callable[[], T]) -> T:
+    async def call(self, function: Callable[[Engine], T]) -> T:
         """Run a function between two steps and wait for its result or exception."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
 
-        def command() -> None:
+        def command(engine: Engine) -> None:
             try:
-                result = function()
+                result = function(engine)
             except Exception as error:
                 loop.call_soon_threadsafe(_settle, future, None, error)
             else:
@@ -137,18 +141,20 @@ class EngineThread:
     # --- in the thread
 
     def _run(self) -> None:
-        assert self._listener is not None
-        while self._admit_commands():
-            if not self._engine.has_work or self._rests():
-                continue
-            output = self._step()
-            if output is not None:
-                self._deliver(self._listener.on_step, output)
+        while True:
+            if not self.engine.has_work:
+                self._commands.wait()
+            if not self._admit_commands():
+                return
+            if self.engine.has_work and not self._rests() and not self._step():
+                self._commands.wait(_STALLED_WAIT_S)
+
+    def turn(self) -> bool:
+        """Run all queued commands, then one step if there is work; never waits. False: the step did nothing."""
+        return self._admit_commands() and self.engine.has_work and self._step()
 
     def _admit_commands(self) -> bool:
-        """Run all queued commands; with nothing to do, wait for one. False: stop."""
-        if not self._engine.has_work:
-            self._commands.wait()
+        """Run all queued commands. False: stop."""
         for command in self._commands.take():
             if command is None:
                 return False
@@ -163,33 +169,33 @@ class EngineThread:
         self._commands.wait(left_s)
         return True
 
-    def _step(self) -> StepOutput | None:
+    def _step(self) -> bool:
+        """Run one step and tell its output, or its failure; False: nothing could run."""
         assert self._listener is not None
         self._step_began_s = self._last_began_s = self._clock()
         try:
             self._before_step()
-            output = self._engine.step()
+            output = self.engine.step()
         except Exception as error:
             logger.exception("step failed")
             self._deliver(self._listener.on_step_failed, self._drop_step(error))
-            return None
+            return True
         finally:
             self._step_began_s = None
-        if output.is_empty:
-            self._commands.wait(_STALLED_WAIT_S)
-            return None
-        return output
+        if not output.is_empty:
+            self._deliver(self._listener.on_step, output)
+        return not output.is_empty
 
     def _drop_step(self, error: Exception) -> StepFailure:
-        """Whoever was in the step would fail again: abort them all."""
-        sequences = list(self._engine.sequences_in_step)
+        """Abort all sequences of the step: they would fail again."""
+        sequences = list(self.engine.sequences_in_step)
         for sequence in sequences:
-            self._engine.abort(sequence)
+            self.engine.abort(sequence)
         return StepFailure(type(error).__name__, sequences)
 
     def _guarded(self, command: Command) -> None:
         try:
-            command()
+            command(self.engine)
         except Exception:
             logger.exception("engine command failed")
 

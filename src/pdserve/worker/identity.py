@@ -21,10 +21,10 @@ class Identity:
     generation: str = field(default_factory=new_generation)
 
     @property
-    def peer(self) -> WorkerRef:
-        """As peers know it."""
+    def ref(self) -> WorkerRef:
+        """This process as messages and registrations name it."""
         return WorkerRef(self.worker_id, self.generation)
 
     def renew(self) -> None:
-        """Become another peer: everything said to the old generation is void."""
+        """Become another process to all others: everything said to the old generation is void."""
         self.generation = new_generation()

@@ -26,11 +26,11 @@ class Inbox:
         """How long, in all, no message could arrive: KV leases stand still for as long."""
         return self._past_disconnected_s + (self._reader.disconnected_s if self._reader is not None else 0.0)
 
-    def open(self, peer: WorkerRef, handler: Callable[[AnyMessage], None]) -> None:
+    def open(self, ref: WorkerRef, handler: Callable[[AnyMessage], None]) -> None:
         """Read the inbox of this generation; another one is closed."""
         self.close()
-        self._reader = StreamReader(self._bus, self._bus.keys.inbox(*peer), handler)
-        self._task = asyncio.get_running_loop().create_task(self._reader.run(), name=f"inbox {peer}")
+        self._reader = StreamReader(self._bus, self._bus.keys.inbox(*ref), handler)
+        self._task = asyncio.get_running_loop().create_task(self._reader.run(), name=f"inbox {ref}")
         self._task.add_done_callback(lambda task: None if task.cancelled() else self._ended.set())
 
     async def wait_for_end(self) -> None:
@@ -40,7 +40,7 @@ class Inbox:
             self._task.result()
 
     def close(self) -> None:
-        """Read no more."""
+        """Stop reading; what comes later waits on the bus."""
         self._past_disconnected_s = self.disconnected_s
         if self._task is not None:
             self._task.cancel()

@@ -13,19 +13,16 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry
 
 from pdserve.bus.bus import Bus
-from pdserve.bus.registry import Registry, RegistryView
+from pdserve.engine.engine import Engine
 from pdserve.engine.kv.block_pool import LedgerReport
 from pdserve.errors import PdserveError
 from pdserve.faults import Faults
 from pdserve.http_server import HttpServer, url_of
 from pdserve.log import get_logger, setup_logging
-from pdserve.messages import Message
 from pdserve.metrics.process import ProcessMetrics, render
 from pdserve.metrics.worker import WorkerMetrics
 from pdserve.process import listen_or_explain, read_faults, run_with_background, say_stage, stop_on_signals
@@ -33,16 +30,16 @@ from pdserve.readiness import Readiness, ReadyLoad
 from pdserve.registration import Role
 from pdserve.settings import WorkerSettings
 from pdserve.transfer.choose import usable_transports
-from pdserve.worker.attempts import Attempts
 from pdserve.worker.engine_thread import EngineThread
-from pdserve.worker.host import WorkerFacts, WorkerHost
+from pdserve.worker.host import WorkerHost
 from pdserve.worker.http import WorkerProbes, worker_app
 from pdserve.worker.identity import Identity
-from pdserve.worker.inbox import Inbox
 from pdserve.worker.load import LoadedModel, load_model
+from pdserve.worker.own_registration import OwnRegistration, WorkerFacts
 from pdserve.worker.pages_ahead import PagesAhead
+from pdserve.worker.parts import MakePart, WorkerParts, make_worker
 from pdserve.worker.ready import worker_readiness
-from pdserve.worker.role import Policy
+from pdserve.worker.role_worker import RoleWorker
 from pdserve.worker.stages import StartStages, process_age_s
 from pdserve.worker.transports import TransportOptions, WorkerTransports
 from pdserve.worker.watch import WorkerWatch
@@ -51,38 +48,16 @@ logger = get_logger(__name__)
 
 _STOP_ENGINE_S = 5.0
 _STOP_PAGES_S = 1.0
-_MAX_HEARTBEATS_KEPT = 3
-"""Tokens of finished sequences can be asked for again for this many heartbeats."""
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerParts:
-    """Everything that a role's policy is made of."""
-
-    identity: Identity
-    model: LoadedModel
-    engine_thread: EngineThread
-    transports: WorkerTransports
-    bus: Bus
-    registry: Registry
-    view: RegistryView
-    inbox: Inbox
-    attempts: Attempts
-    watch: WorkerWatch
-    is_draining: Callable[[], bool]
-
-
-MakePolicy = Callable[[WorkerParts], Policy]
-
-
-def run_worker(settings: WorkerSettings, role: Role, make_policy: MakePolicy) -> int:
+def run_worker(settings: WorkerSettings, role: Role, make_part: MakePart) -> int:
     """Run until SIGTERM or SIGINT; returns the exit status."""
     stages = StartStages(process_age_s())
     identity = Identity(settings.worker_id or f"{role.value}-{secrets.token_hex(4)}")
     setup_logging(settings.log_level, settings.log_format, process=f"{role.value} {identity.worker_id}")
     faults = read_faults(os.environ)
     model = load_model(settings, stages)
-    asyncio.run(_Worker(settings, role, identity, model, faults, stages).run(make_policy))
+    asyncio.run(_Worker(settings, role, identity, model, faults, stages).run(make_part))
     return 0
 
 
@@ -104,10 +79,9 @@ class _Worker:
         self._model = model
         self._faults = faults
         self._stages = stages
-        self._draining = asyncio.Event()
         self._collectors = CollectorRegistry()
 
-    async def run(self, make_policy: MakePolicy) -> None:
+    async def run(self, make_part: MakePart) -> None:
         settings, identity = self._settings, self._identity
         stop = asyncio.Event()
         stop_on_signals(stop)
@@ -115,16 +89,27 @@ class _Worker:
         await bus.start()
         self._stages.done("bus")
         ProcessMetrics(self._collectors, bus)
+        engine_thread = EngineThread(self._model.engine, before_step=self._before_step)
+        watch = WorkerWatch(WorkerMetrics(self._collectors), self._model.engine)
+        watch.loaded(self._model.load_s)
         parts = self._make_parts(bus)
-        parts.transports.open(*identity.peer)
+        parts.transports.open(identity.ref)
         self._stages.done("transport")
-        policy = make_policy(parts)
+        worker = make_worker(
+            parts,
+            engine_thread,
+            watch,
+            make_part,
+            fingerprint=self._model.card.fingerprint,
+            heartbeat_s=settings.heartbeat_s,
+            prefill_timeout_s=settings.prefill_timeout_s,
+        )
         pages = self._keep_pages_ahead()
-        parts.engine_thread.start(asyncio.get_running_loop(), policy)
+        engine_thread.start(asyncio.get_running_loop(), worker)
         own_socket = listen_or_explain("METRICS_PORT", settings.host, settings.metrics_port)
         url = url_of(own_socket, settings.advertise_host)
-        self._host = host = self._make_host(parts, policy, url)
-        server = HttpServer(worker_app(self._probes(parts, policy)), own_socket)
+        self._host = host = self._make_host(parts, worker, url)
+        server = HttpServer(worker_app(self._probes(worker, parts)), own_socket)
         background = {
             "the HTTP port": server.run(),
             "the bus connection": bus.wait_for_end(),
@@ -142,7 +127,7 @@ class _Worker:
             raise
         finally:
             await parts.transports.close()
-            parts.engine_thread.stop(_STOP_ENGINE_S)
+            engine_thread.stop(_STOP_ENGINE_S)
             pages.stop(_STOP_PAGES_S)
             await bus.close()
 
@@ -159,26 +144,13 @@ class _Worker:
         return pages
 
     def _make_parts(self, bus: Bus) -> WorkerParts:
-        settings, engine = self._settings, self._model.engine
-        watch = WorkerWatch(WorkerMetrics(self._collectors), engine)
-        watch.loaded(self._model.load_s)
-        return WorkerParts(
-            identity=self._identity,
-            model=self._model,
-            engine_thread=EngineThread(engine, before_step=self._before_step),
-            transports=WorkerTransports(engine.kv_cache, self._transport_options()),
-            bus=bus,
-            registry=Registry(bus),
-            view=RegistryView(bus, settings.heartbeat_s),
-            inbox=Inbox(bus),
-            attempts=Attempts(
-                lambda: self._identity.peer,
-                lambda gateway_id, message: self._publish(bus, bus.keys.tokens(gateway_id), message),
-                is_held_back=lambda gateway_id: bus.is_stream_full(bus.keys.tokens(gateway_id)),
-                keep_s=_MAX_HEARTBEATS_KEPT * settings.heartbeat_s,
-            ),
-            watch=watch,
-            is_draining=self._draining.is_set,
+        transports = WorkerTransports(self._model.engine.kv_cache, self._transport_options())
+        return WorkerParts.on(
+            bus,
+            self._identity,
+            transports,
+            heartbeat_s=self._settings.heartbeat_s,
+            publish_delay_s=self._publish_delay_s,
         )
 
     def _transport_options(self) -> TransportOptions:
@@ -196,11 +168,12 @@ class _Worker:
                 advertise_host=settings.advertise_host or "",
                 progress_thread=self._model.engine.kv_cache.is_cuda,
             ),
+            verifies=settings.integrity == "full",
             num_threads=1 if self._role is Role.PREFILL else 2,
             faults=self._faults,
         )
 
-    def _make_host(self, parts: WorkerParts, policy: Policy, url: str) -> WorkerHost:
+    def _make_host(self, parts: WorkerParts, worker: RoleWorker, url: str) -> WorkerHost:
         settings, model = self._settings, self._model
         facts = WorkerFacts(
             model=model.card.served_name,
@@ -215,27 +188,27 @@ class _Worker:
             heartbeat_s=settings.renewal_s,
             ttl_s=settings.registration_ttl_s,
         )
+        registration = OwnRegistration(facts, self._identity, parts.bus, parts.transports.announced)
         return WorkerHost(
+            worker,
             self._identity,
-            policy,
-            facts,
+            registration,
+            parts.inbox,
+            parts.transports,
             bus=parts.bus,
-            registry=parts.registry,
             view=parts.view,
-            inbox=parts.inbox,
-            draining=self._draining,
-            descriptors=parts.transports.announced,
+            clock=parts.bus.clock,
         )
 
-    def _probes(self, parts: WorkerParts, policy: Policy) -> WorkerProbes:
-        engine, thread = self._model.engine, parts.engine_thread
+    def _probes(self, worker: RoleWorker, parts: WorkerParts) -> WorkerProbes:
+        thread = worker.engine_thread
 
         def step_problem() -> str | None:
             age_s = thread.step_age_s
             return f"a step has been running for {age_s:.0f} s" if age_s > self._settings.step_timeout_s else None
 
         def readiness() -> Readiness:
-            pool, scheduler = engine.block_pool, engine.scheduler
+            pool, scheduler = self._model.engine.block_pool, self._model.engine.scheduler
             return worker_readiness(
                 self._host.ready_reason,
                 step_problem=step_problem(),
@@ -248,12 +221,12 @@ class _Worker:
             )
 
         async def ledger() -> LedgerReport:
-            return await thread.call(engine.check_integrity)
+            return await thread.call(Engine.check_integrity)
 
         async def metrics() -> bytes:
             with contextlib.suppress(TimeoutError):  # a step may hang: then the gauges are old
-                report = await asyncio.wait_for(thread.call(engine.block_pool.report), 1.0)
-                parts.watch.refresh(report, num_pulls=parts.transports.num_pulls, is_draining=self._draining.is_set())
+                report = await asyncio.wait_for(thread.call(lambda engine: engine.block_pool.report()), 1.0)
+                worker.watch.refresh(report, num_pulls=parts.transports.num_pulls, is_draining=worker.is_draining)
             return render(self._collectors)[0]
 
         return WorkerProbes(
@@ -261,18 +234,14 @@ class _Worker:
             readiness=readiness,
             metrics=metrics,
             ledger=ledger,
-            attempts=policy.attempts.active,
+            attempts=worker.attempts.active,
             clock=time.monotonic,
             faults=self._faults,
         )
 
-    def _publish(self, bus: Bus, stream: str, message: Message) -> None:
-        """Send now; or late, as a test hook says, with the order kept."""
-        delay_s = self._faults.delay_s("publish") if self._faults is not None else 0.0
-        if delay_s:
-            asyncio.get_running_loop().call_later(delay_s, bus.send, stream, message)
-        else:
-            bus.send(stream, message)
+    def _publish_delay_s(self) -> float:
+        """Test hook, asked for each message to a gateway."""
+        return self._faults.delay_s("publish") if self._faults is not None else 0.0
 
     def _before_step(self) -> None:
         """Test hook, in the engine's thread."""

@@ -39,7 +39,7 @@ class TransportOptions:
     """How transports are made."""
 
     setting: str
-    """auto | nixl | tcp."""
+    """Which transports are wanted: auto | nixl | tcp."""
     kv_signature: str
     quarantine_s: float
     read_timeout_s: float
@@ -47,6 +47,8 @@ class TransportOptions:
     """Fresh transports, preferred first."""
     num_threads: int = 2
     """Transfer threads: one is enough for a worker that never reads."""
+    verifies: bool = True
+    """Whether blocks are compared with their announced digests (INTEGRITY)."""
     faults: PullFaults | None = None
 
 
@@ -67,8 +69,13 @@ class WorkerTransports:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._num_pulls = 0
 
-    def open(self, worker_id: str, generation: str) -> None:
-        """Make the block pool readable under this identity and start the transfer threads.
+    @property
+    def kv_signature(self) -> str:
+        """What our KV blocks mean; only workers with the same one exchange blocks."""
+        return self._options.kv_signature
+
+    def open(self, ref: WorkerRef) -> None:
+        """Make the block pool readable as this process's and start the transfer threads.
 
         Raises:
             TransferError: no transport works here.
@@ -78,8 +85,7 @@ class WorkerTransports:
         self._transports = {transport.name: transport for transport in self._options.make()}
         signature = self._options.kv_signature
         self._descriptors = {
-            name: transport.register(self._kv_cache, worker_id, generation, signature)
-            for name, transport in self._transports.items()
+            name: transport.register(self._kv_cache, *ref, signature) for name, transport in self._transports.items()
         }
         self._puller = Puller(
             self._transports,
@@ -91,10 +97,10 @@ class WorkerTransports:
         )
         self._puller.start()
 
-    async def reopen(self, worker_id: str, generation: str) -> None:
+    async def reopen(self, ref: WorkerRef) -> None:
         """Tear down and start anew: nothing of the old generation writes or is read any more."""
         await self.close()
-        self.open(worker_id, generation)
+        self.open(ref)
 
     async def close(self) -> None:
         """Let READs end for a short while, then tear everything down."""
@@ -145,7 +151,7 @@ class WorkerTransports:
 
     def prepare(self, registration: WorkerRegistration) -> None:
         """Connect before the first hand-off needs it; what fails now fails again, and is told, at a hand-off."""
-        if (registration.worker_id, registration.generation) in self._choices or self._puller is None:
+        if registration.ref in self._choices or self._puller is None:
             return
         try:
             descriptor = self._choose(registration)
@@ -177,7 +183,7 @@ class WorkerTransports:
             nonce=nonce,
             remote_ids=remote_ids,
             local_ids=local_ids,
-            digests=digests,
+            digests=digests if self._options.verifies else [],
             deadline_s=time.monotonic() + self._options.read_timeout_s,
             on_end=lambda outcome: self._on_loop(ended, outcome),
             on_terminal=lambda outcome: self._on_loop(on_terminal, outcome),

@@ -44,7 +44,7 @@ class WorkerWatch:
         self._metrics.handoff_rejected.labels(labels.within(reason, labels.HANDOFF_REJECTIONS, "unknown")).inc()
 
     def lease_expired(self) -> None:
-        """Nobody renewed a KV lease."""
+        """A KV lease was not renewed in time."""
         self._metrics.kv_leases_expired.inc()
 
     def pulled(self, backend: str, outcome: PullOutcome) -> None:
@@ -99,7 +99,7 @@ class WorkerWatch:
         return max(0, self._engine.block_pool.num_available - self._engine.scheduler.watermark_blocks)
 
     def load(self, rates: StepRates) -> WorkerLoad:
-        """For the registration."""
+        """This worker's load, for its registration."""
         scheduler = self._engine.scheduler
         return WorkerLoad(
             num_running=len(scheduler.running),

@@ -28,7 +28,6 @@ def batch_of(worker: WorkerRegistration) -> DecodeLoad:
 def test_only_ready_workers_of_this_model_are_candidates() -> None:
     workers = pool(
         prefill("ok"),
-        prefill("starting", state=WorkerState.STARTING),
         prefill("draining", state=WorkerState.DRAINING),
         prefill("other", fingerprint="g"),
         decode("d"),
