@@ -36,7 +36,7 @@ def rooms() -> Iterator[tuple[Path, list[Path]]]:
 
 
 def modules() -> Iterator[Path]:
-    """Every module, once."""
+    """Every module once, in the order of the list."""
     for _, files in rooms():
         yield from files
 

@@ -86,6 +86,17 @@ def test_closed_label_sets_exist_with_zero_from_the_start(registry: CollectorReg
         assert values["pd_ttft_stage_seconds_count", stage] == 0
 
 
+def test_labels_that_repeat_reasons_of_processes_have_the_values_of_the_contract() -> None:
+    assert set(labels.REDISPATCH_REASONS) == {
+        *("no_capacity", "draining", "handoff_timeout", "handoff_failed", "integrity", "prefill_failed", "no_token0"),
+        *("prefill_timeout", "deadline", "too_long", "fingerprint", "schema", "step_failed", "restarting"),
+        *("cancelled", "worker_gone", "lost", "no_progress", "divergence"),
+    }
+    assert labels.CANCEL_REASONS == ("client", "slow_client", "deadline", "shutdown")
+    assert labels.HANDOFF_REJECTIONS == ("unknown", "stale", "nonce", "generation", "geometry", "schema")
+    assert labels.FINISH_REASONS == ("stop", "length", "tool_calls", "cancelled", "error")
+
+
 def test_block_states_are_those_of_the_kv_ledger() -> None:
     assert tuple(state.label for state in BlockState) == labels.BLOCK_STATES
 

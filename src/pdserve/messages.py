@@ -8,9 +8,14 @@ deadlines travel as `remaining_s`.
 
 What flows where:
 
-    gateway → P   PrefillJob, Cancel, ResendTokens      P → gateway   Started, TokenBatch, Finished, Failed, Roster
-    gateway → D   DecodeJob, Cancel, ResendTokens       D → gateway   TokenBatch, Finished, Failed, Roster
-    D → P         KvWant, KvRelease, LeaseRenewal       P → D         KvReady, KvFailed
+    gateway → prefill   PrefillJob, Cancel, ResendTokens
+    gateway → decode    DecodeJob, Cancel, ResendTokens
+    decode → prefill    KvWant, KvRelease, LeaseRenewal
+    prefill → decode    KvReady, KvFailed
+    prefill → gateway   Started, TokenBatch, Finished, Failed, Roster
+    decode → gateway    TokenBatch, Finished, Failed, Roster
+
+P and D below are the prefill and the decode worker of a pair.
 """
 
 from __future__ import annotations
@@ -120,7 +125,7 @@ class PrefillJob(AttemptMessage, frozen=True, kw_only=True, tag=True):
     sampling: SamplingParams
     remaining_s: float
     priority: int = 0
-    """Lower is sooner."""
+    """Jobs with a lower number go sooner."""
     cache_salt: str = ""
     """Prefix-cache isolation between tenants."""
     will_decode: bool = True
@@ -242,11 +247,11 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Durations measured by one worker on its own clock, in seconds."""
 
     schedule_s: float = 0.0
-    """Waiting in the worker before the first chunk started."""
+    """The wait in the worker before its first chunk started."""
     prefill_s: float = 0.0
-    """From the first chunk's start to token 0."""
+    """The time from the first chunk's start to token 0."""
     transfer_s: float = 0.0
-    """From the first READ posted to the last READ verified."""
+    """The time from the first READ posted to the last READ verified."""
     transfer_bytes: int = 0
 
 
@@ -268,7 +273,7 @@ class SequenceTokens(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Output index of the first token, counted from the original prompt: 0 is the first token the client ever sees."""
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None = None
-    """One per token, when asked for."""
+    """One per token when the client asked for them, else None."""
     timing: Timing | None = None
     """With the first tokens that a worker sends: what P measured (token 0), what D measured (its first own token)."""
 
@@ -349,12 +354,12 @@ _decoder = msgspec.msgpack.Decoder(list[AnyMessage])
 
 
 def encode(messages: list[Message]) -> bytes:
-    """One stream entry's payload."""
+    """The payload of one stream entry."""
     return _encoder.encode(messages)
 
 
 def decode(payload: bytes) -> list[AnyMessage]:
-    """Messages of one stream entry.
+    """The messages of one stream entry.
 
     Raises:
         BusError: not msgpack, an unknown type, a missing field, or a schema version from the future.

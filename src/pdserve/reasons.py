@@ -10,7 +10,7 @@ import enum
 
 
 class _Tolerant(enum.StrEnum):
-    """Base of sets that cross processes: what is unknown becomes the set's OTHER."""
+    """A set that crosses processes: what a reader does not know becomes OTHER."""
 
     @classmethod
     def _missing_(cls, value: object) -> _Tolerant:
@@ -38,7 +38,7 @@ class FailReason(_Tolerant):
     WORKER_GONE = "worker_gone"
     """The gateway saw its worker disappear."""
     LOST = "lost"
-    """Absent from two rosters of its worker."""
+    """Two rosters of its worker did not list it."""
     NO_PROGRESS = "no_progress"
     """Nothing was heard of it for PROGRESS_TIMEOUT_S."""
     DIVERGENCE = "divergence"
@@ -61,7 +61,7 @@ class CancelReason(_Tolerant):
     REPLACED = "replaced"
     """Another decode worker takes the hand-off."""
     SUPERSEDED = "superseded"
-    """Another attempt follows."""
+    """Another attempt of the same sequence follows."""
     ORPHAN = "orphan"
     """A worker listed an attempt that no request waits for."""
     OTHER = "other"
@@ -99,7 +99,7 @@ class TransferReason(_Tolerant):
     POST = "post"
     COPY = "copy"
     VERIFY = "verify"
-    """A digest differs."""
+    """The digest of a block differs from the announced one."""
     NOTIFY = "notify"
     TIMEOUT = "timeout"
     ABORTED = "aborted"

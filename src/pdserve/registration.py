@@ -51,22 +51,22 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_s: float = 0.0
     """Prefill rate, smoothed; 0 = not measured yet."""
     step_s: float = 0.0
-    """Duration of a decode step, smoothed."""
+    """Seconds that a decode step takes, smoothed."""
 
 
 class WorkerRegistration(msgspec.Struct, frozen=True, kw_only=True):
-    """What one worker process tells about itself."""
+    """One worker process: who it is, where it is, and how much it can take."""
 
     worker_id: str
     role: Role
     generation: str
-    """New whenever a process starts or thaws; part of the peer identity and of the inbox key."""
+    """Another one whenever the process starts or thaws; part of its identity and of the key of its inbox."""
     state: WorkerState
     pid: int
     url: str
-    """Base URL of /health, /ready, /metrics, /debug."""
+    """The base URL of /health, /ready, /metrics and /debug."""
     model: str
-    """Served name."""
+    """The name under which the model is served."""
     fingerprint: str
     kv_signature: str
     block_size: int
@@ -77,7 +77,7 @@ class WorkerRegistration(msgspec.Struct, frozen=True, kw_only=True):
     node: str = ""
     zone: str = ""
     window: int = 0
-    """P: prompt tokens, D: KV blocks that *each* gateway may have outstanding here."""
+    """What *each* gateway may have outstanding here: prompt tokens (prefill worker) or KV blocks (decode worker)."""
     heartbeat_s: float = HEARTBEAT_S
     load: WorkerLoad = WorkerLoad()
 

@@ -1,7 +1,7 @@
-"""How one sequence is sampled and when it stops. Travels inside jobs; validated once, at the gateway's door.
+"""How one sequence is sampled and when it stops. Travels inside jobs; validated once, by the gateway.
 
-Workers trust these values: ranges are checked by the gateway (see `gateway/protocol.py`), and stop
-*strings* stay in the gateway, which cancels the sequence when one appears.
+Workers trust these values: ranges are checked where the gateway reads a request (`gateway/openai/options.py`), and
+stop *strings* stay in the gateway, which cancels the sequence when one appears.
 """
 
 from __future__ import annotations
@@ -17,27 +17,33 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """
 
     seed: int
-    """64-bit; one per request, shared by its choices."""
+    """One 64-bit number per request, shared by its choices."""
     max_tokens: int
-    """Output tokens, counted from the original prompt, at most; >= 1."""
+    """At most this many output tokens, counted from the original prompt; >= 1."""
     min_tokens: int = 0
     """No end-of-sequence or stop token before this many output tokens."""
     temperature: float = 1.0
-    """0 (or below 1e-5) is greedy, ties going to the lowest token id."""
+    """Below 1e-5 sampling is greedy, and ties go to the lowest token id."""
     top_k: int = 0
-    """0 = off."""
+    """Only this many most likely tokens may be drawn; 0 = all."""
     top_p: float = 1.0
+    """Only the most likely tokens that have this probability together (after top_k) may be drawn; 1 = all."""
     min_p: float = 0.0
+    """Only tokens with this share of the largest probability may be drawn; 0 = all."""
     repetition_penalty: float = 1.0
-    """Applies to tokens of prompt and output."""
+    """Above 1 it makes tokens of prompt and output less likely, below 1 more likely."""
     presence_penalty: float = 0.0
-    """Applies to output tokens only, counted from the original prompt."""
+    """Subtracted from the logit of a token that the output has, counted from the original prompt."""
     frequency_penalty: float = 0.0
+    """Subtracted from the logit of a token once for each time that the output has it."""
     logit_bias: dict[int, float] = {}
+    """Token id → what is added to its logit."""
     ignore_eos: bool = False
+    """Whether end-of-sequence tokens are tokens like any other."""
     stop_token_ids: tuple[int, ...] = ()
+    """Token ids that end the sequence, beside the end-of-sequence tokens."""
     logprobs: int | None = None
-    """None = off; n >= 0 = the sampled token's log-probability and the n best alternatives."""
+    """Log-probabilities of the sampled token and of this many best alternatives are told; None = of none."""
 
     @property
     def is_greedy(self) -> bool:

@@ -1,7 +1,7 @@
 """One setting as a dataclass field: its default, unit and help, and the reason for its default.
 
-A setting whose meaning comes with a later version is a field, too (`not_yet`): whoever sets it learns at the start
-that it would have no effect, instead of believing that it has.
+A setting whose meaning comes with a later version is a field, too (`not_yet`): setting it ends the process at its start
+with a sentence, because a setting without an effect would be believed.
 """
 
 from __future__ import annotations
