@@ -15,7 +15,7 @@ from pdserve.operator.names import GROUP, VERSION, service_of
 
 _WATCH_S = 300
 _SILENCE_S = 330
-"""A watch without a word for this long is dead: the server ends each after _WATCH_S."""
+"""A watch that is silent for this long is dead: the server ends each after _WATCH_S."""
 
 _DEBOUNCE_S = 0.2
 """A Deployment's status changes in bursts."""
@@ -70,7 +70,7 @@ def _is_ours(labels: Any, **_: Any) -> bool:
 
 
 def make_settings() -> kopf.OperatorSettings:
-    """kopf as a watcher only."""
+    """Settings with which kopf watches, and does nothing else."""
     settings = kopf.OperatorSettings()
     settings.posting.enabled = False
     settings.peering.standalone = True

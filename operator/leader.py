@@ -24,7 +24,7 @@ _API = "coordination.k8s.io/v1"
 
 
 class Leadership:
-    """One process's try to hold the Lease."""
+    """What one process does to hold the Lease."""
 
     def __init__(self, kube: Kube, namespace: str, identity: str, lease_s: float) -> None:
         self._kube, self._identity, self._lease_s = kube, identity, lease_s
@@ -60,7 +60,7 @@ class Leadership:
         logger.error("%s does not lead any more", self._identity)
 
     async def release(self) -> None:
-        """Let another one take over at once."""
+        """Give the Lease back, so that another process may lead at once."""
         try:
             lease = await self._kube.get(self._path)
             if lease["spec"].get("holderIdentity") == self._identity:

@@ -22,7 +22,7 @@ _MAX_PAUSE_S = 60.0
 
 
 class ReconcileLoop:
-    """All services of one operator."""
+    """All services that one operator looks after."""
 
     def __init__(
         self, kube: Kube, facts: ClusterFacts, *, resync_s: float, telemetry: Telemetry, clock: Clock | None = None
@@ -36,7 +36,7 @@ class ReconcileLoop:
         self._failures: dict[Key, int] = {}
 
     async def run(self) -> None:
-        """For ever."""
+        """Look at services, for ever."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 for _ in range(_NUM_WORKERS):
@@ -45,7 +45,7 @@ class ReconcileLoop:
             await self._answers.close()
 
     async def look_at_all(self, namespace: str) -> None:
-        """After a change that may concern any service of a namespace."""
+        """Look at each service of a namespace, after a change that may concern any of them."""
         for key in [key for key in self._services if key[0] == namespace]:
             await self.queue.add(key)
 

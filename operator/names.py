@@ -16,11 +16,11 @@ POOLS = (PREFILL, DECODE)
 
 ROLE_LABEL = f"{GROUP}/role"
 TEMPLATE_LABEL = f"{GROUP}/template"
-"""Of pods: digest of the template that made them."""
+"""Label of pods: digest of the template that made them."""
 SIGNATURE_LABEL = f"{GROUP}/kv-signature"
-"""Of worker pods: digest of all that decides who may exchange KV blocks."""
+"""Label of worker pods: digest of all that decides who may exchange KV blocks."""
 APPLIED_ANNOTATION = f"{GROUP}/applied"
-"""Of every child: digest of what was applied; nothing is sent while it is the same."""
+"""Annotation of every child: digest of what was applied; nothing is sent while it is the same."""
 DELETION_COST_ANNOTATION = "controller.kubernetes.io/pod-deletion-cost"
 
 METRICS_PORT = 9100

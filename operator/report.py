@@ -1,4 +1,4 @@
-"""From what one reconcile saw and decided to the facts of a status. Pure."""
+"""The facts of a status, out of what one reconcile saw and decided. Pure."""
 
 from __future__ import annotations
 

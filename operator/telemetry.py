@@ -33,7 +33,7 @@ class Telemetry:
 
     @contextlib.contextmanager
     def reconciling(self) -> Iterator[None]:
-        """Around one look."""
+        """A context around one look at a service."""
         self._num_looking += 1
         began_s = time.monotonic()
         try:
@@ -44,7 +44,7 @@ class Telemetry:
             self._duration.observe(self._looked_s - began_s)
 
     def failed(self) -> None:
-        """A look failed."""
+        """Count a look that failed."""
         self._failures.inc()
 
     def leads(self, is_leader: bool) -> None:
@@ -58,7 +58,7 @@ class Telemetry:
         return f"a look has been running for {age_s:.0f} s" if self._num_looking and age_s > _STUCK_S else None
 
     def text(self) -> bytes:
-        """Prometheus text."""
+        """All metrics as Prometheus text."""
         return generate_latest(self._registry)
 
 

@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Callable
 
 Key = tuple[str, str]
-"""(namespace, name)."""
+"""A service's namespace and name."""
 
 
 class WorkQueue:

@@ -34,7 +34,7 @@ _POLICY_COLUMNS = [
 
 
 def all_crds() -> list[dict[str, Any]]:
-    """PDService and ScalingPolicy."""
+    """The CustomResourceDefinitions of PDService and ScalingPolicy."""
     return [
         _crd("PDService", "pdservices", "pds", service_spec(), service_status(), _SERVICE_COLUMNS, ["spec"]),
         _crd("ScalingPolicy", "scalingpolicies", "pdsp", policy_spec(), None, _POLICY_COLUMNS, []),

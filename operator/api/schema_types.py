@@ -31,27 +31,27 @@ def text(description: str, default: str | None = None, **more: Any) -> Schema:
 
 
 def choice(description: str, *values: str, default: str | None = None) -> Schema:
-    """One of a closed set."""
+    """One word of a closed set."""
     return node("string", description, default, enum=list(values))
 
 
 def integer(description: str, default: int | None = None, *, minimum: int = 0, maximum: int = 2**31 - 1) -> Schema:
-    """A whole number."""
+    """A whole number within limits."""
     return node("integer", description, default, minimum=minimum, maximum=maximum)
 
 
 def number(description: str, default: float | None = None, *, minimum: float = 0, maximum: float = 1e12) -> Schema:
-    """A number."""
+    """A number within limits, fractions included."""
     return node("number", description, default, minimum=minimum, maximum=maximum)
 
 
 def switch(description: str, *, default: bool | None = None) -> Schema:
-    """A boolean."""
+    """A boolean: true or false."""
     return node("boolean", description, default)
 
 
 def duration(description: str, default: str | None = None) -> Schema:
-    """Such as 500ms, 40s or 1m30s."""
+    """A duration such as 500ms, 40s or 1m30s."""
     return node("string", description, default, pattern=DURATION_PATTERN, maxLength=32)
 
 
@@ -61,7 +61,7 @@ def array(description: str, items: Schema, *, max_items: int = 16, **more: Any) 
 
 
 def text_map(description: str) -> Schema:
-    """String → string."""
+    """A map of short strings, by name."""
     values = {"type": "string", "maxLength": 256}
     return node("object", description, additionalProperties=values, maxProperties=32)
 

@@ -40,7 +40,7 @@ NO_SPANS = "observability.otlpEndpoint is not supported by this version, which s
 
 _POOL_RULE = Rule("!has(self.max) || self.min <= self.max", MIN_ABOVE_MAX)
 OBJECT_RULES = (Rule("self.metadata.name.matches('^[a-z]([-a-z0-9]{0,43}[a-z0-9])?$')", BAD_NAME),)
-"""Of the whole object: children are Services, whose names are stricter and longer."""
+"""Rules of the whole object: children are Services, whose names are stricter and longer."""
 SERVICE_RULES = (
     Rule(
         "self.scaling.mode == 'Off' || (!has(self.prefill.replicas) && !has(self.decode.replicas))", REPLICAS_NEED_OFF
@@ -73,7 +73,11 @@ def _spec() -> Schema:
             "image": text("Container image of every role. Default: the operator's own PDS_IMAGE."),
             "imagePullSecrets": array(
                 "Secrets with registry credentials.",
-                struct("One Secret.", {"name": text("Name of the Secret.", maxLength=253)}, required=("name",)),
+                struct(
+                    "One Secret with registry credentials.",
+                    {"name": text("Name of the Secret.", maxLength=253)},
+                    required=("name",),
+                ),
             ),
             "slo": _slo(),
             "gateway": _gateway(),
@@ -115,8 +119,10 @@ def _spec() -> Schema:
             "failure": struct(
                 "What happens to a request whose worker fails.",
                 {
-                    "maxAttempts": integer("Dispatches of one sequence, the first included.", 3, minimum=1, maximum=10),
-                    "deadline": duration("A request ends by then, whatever happens.", "10m"),
+                    "maxAttempts": integer(
+                        "Dispatches of one sequence to workers, at most; the first counts.", 3, minimum=1, maximum=10
+                    ),
+                    "deadline": duration("A request ends within this time, whatever happens.", "10m"),
                     "localPrefill": choice(
                         "Whether a decode worker may compute a prompt itself, as when a hand-off fails.",
                         "Auto",
@@ -161,7 +167,7 @@ def _spec() -> Schema:
                 is_defaulted=True,
             ),
             "redis": struct(
-                "The bus. Default: one instance that the operator runs.",
+                "The Redis server that carries messages. Default: one that the operator runs.",
                 {
                     "urls": array(
                         "URL of an external Redis; the password belongs into authSecretRef.",
@@ -210,7 +216,7 @@ def _model() -> Schema:
             "dtype": choice(
                 "Type of weights and activations.", "auto", "float32", "bfloat16", "float16", default="auto"
             ),
-            "quantization": choice("Of the weights.", "none", "int8", "fp8", default="none"),
+            "quantization": choice("How the weights are quantized.", "none", "int8", "fp8", default="none"),
             "maxModelLen": integer("Prompt and output tokens of a sequence, at most. Default: the model's.", minimum=1),
             "cache": struct(
                 "Where downloaded and converted models are kept. Default: an empty volume for each pod.",
@@ -244,14 +250,14 @@ def _slo() -> Schema:
 
 def _gateway() -> Schema:
     return struct(
-        "HTTP in, tokens out.",
+        "The gateways: they take HTTP requests and stream answers.",
         {
-            "replicas": integer("Gateway pods.", 1, minimum=1, maximum=64),
+            "replicas": integer("Number of gateway pods.", 1, minimum=1, maximum=64),
             "queue": struct(
-                "What waits in each gateway; more is answered 429.",
+                "What may wait in each gateway; more is answered with status 429.",
                 {
-                    "maxRequests": integer("Requests.", 1024, minimum=1),
-                    "maxTokens": integer("Prompt tokens.", 1_000_000, minimum=1),
+                    "maxRequests": integer("Requests that wait, at most.", 1024, minimum=1),
+                    "maxTokens": integer("Prompt tokens of the requests that wait, at most.", 1_000_000, minimum=1),
                 },
                 is_defaulted=True,
             ),
@@ -271,16 +277,16 @@ def _pool(role: str, batched_tokens: int) -> Schema:
     return struct(
         f"The {role} workers.",
         {
-            "min": integer("Workers at least.", 1, maximum=1024),
-            "max": integer("Workers at most. Default: min.", maximum=1024),
-            "replicas": integer("Workers, fixed. Only with scaling.mode Off.", maximum=1024),
+            "min": integer("Number of workers, at least.", 1, maximum=1024),
+            "max": integer("Number of workers, at most. Default: min.", maximum=1024),
+            "replicas": integer("Fixed number of workers. Only with scaling.mode Off.", maximum=1024),
             "engine": _engine(batched_tokens),
             "resources": free_form("Container resources. Default: requests of one core and 2 GiB."),
             "accelerator": struct(
                 "A GPU for each worker. Default: none, workers run on the CPU.",
                 {
-                    "resource": text("Extended resource.", "nvidia.com/gpu", maxLength=253),
-                    "count": integer("One in this version.", 1, minimum=1, maximum=1),
+                    "resource": text("Name of the extended resource.", "nvidia.com/gpu", maxLength=253),
+                    "count": integer("Accelerators of each worker: one in this version.", 1, minimum=1, maximum=1),
                 },
             ),
             "rdma": struct(
@@ -301,14 +307,14 @@ def _pool(role: str, batched_tokens: int) -> Schema:
 
 def _engine(batched_tokens: int) -> Schema:
     return struct(
-        "Settings of the engine.",
+        "Settings of the engine that runs the model.",
         {
             "executor": choice("What runs the model.", "auto", "transformers", "cpu", "cuda", "fake", default="auto"),
             "maxBatchedTokens": integer("Token budget of one step.", batched_tokens, minimum=1),
             "maxSequences": integer("Sequences in one step.", 64, minimum=1),
             "kvMemoryFraction": number("Share of the free memory used for KV.", maximum=1),
             "kvDtype": choice("Type of the KV cache.", "auto", "float32", "bfloat16", "float16", "fp8", default="auto"),
-            "numBlocks": integer("KV blocks; instead of the fraction.", minimum=2),
+            "numBlocks": integer("Number of KV blocks, instead of the fraction.", minimum=2),
             "blockSize": integer("Tokens of one KV block.", 16, minimum=1, maximum=1024),
             "prefixCache": switch("Reuse KV blocks of equal prefixes.", default=True),
             "threads": integer("CPU threads. Default: the cores of the container.", minimum=1),

@@ -33,7 +33,7 @@ class SecretKey:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """`spec.model`."""
+    """Fields of `spec.model`, as read."""
 
     source: str
     revision: str | None
@@ -53,7 +53,7 @@ class ModelSpec:
 
 @dataclass(frozen=True)
 class GatewaySpec:
-    """`spec.gateway`."""
+    """Fields of `spec.gateway`, as read."""
 
     replicas: int
     max_queue_requests: int
@@ -99,7 +99,7 @@ class PoolSpec:
 
 @dataclass(frozen=True)
 class ServiceSpec:
-    """All of `spec`."""
+    """All fields of a PDService's `spec`."""
 
     name: str
     model: ModelSpec
@@ -134,7 +134,7 @@ class ServiceSpec:
 
 
 def read_service(service: Json) -> ServiceSpec:
-    """From a whole PDService object.
+    """Read a whole PDService object.
 
     Raises:
         SpecError: the spec breaks the schema or a rule; with a sentence for each, at most five.

@@ -1,4 +1,4 @@
-"""Applies what has changed of a service's children, deletes what is not wanted any more, and touches nobody else's.
+"""Applies what has changed of a service's children, deletes what is not wanted any more, and touches nothing else.
 
 What was applied last is remembered as a digest, in an annotation on the server and here; equal digests mean that
 nothing is sent.
@@ -21,12 +21,12 @@ Json = dict[str, Any]
 
 
 class Children:
-    """Of one service."""
+    """The objects that one service is made of, as they were applied."""
 
     def __init__(self, kube: Kube, owner: Owner, facts: ClusterFacts) -> None:
         self._kube, self._owner, self._facts = kube, owner, facts
         self._applied: dict[str, str] = {}
-        """Path → digest."""
+        """Path → digest of what was applied."""
         self._has_secret = False
 
     async def read(self) -> None:

@@ -65,7 +65,7 @@ class Kube:
         self._connecting = asyncio.Lock()
 
     async def close(self) -> None:
-        """Close all connections."""
+        """Close all connections to the server."""
         for session in (self._session, self._retired):
             if session is not None:
                 await session.close()
@@ -96,7 +96,7 @@ class Kube:
         )
 
     async def merge(self, path: str, patch: Json, manager: str) -> Json:
-        """JSON merge patch."""
+        """Change some fields by a JSON merge patch."""
         return await self._request("PATCH", path, patch, "application/merge-patch+json", {"fieldManager": manager})
 
     async def replace(self, path: str, item: Json) -> Json:
@@ -108,7 +108,7 @@ class Kube:
         return await self._request("PUT", path, item)
 
     async def create(self, path: str, item: Json) -> Json:
-        """A new object.
+        """Make a new object.
 
         Raises:
             ConflictError: it exists already.

@@ -34,7 +34,7 @@ class ClusterConfiguration:
     """One way to a cluster, with the package's own means to keep its token fresh."""
 
     configuration: Any
-    """`kubernetes.client.Configuration`."""
+    """The package's own object: `kubernetes.client.Configuration`."""
     namespace: str
 
     def credentials(self) -> Credentials:
@@ -125,14 +125,14 @@ class ClusterLogin:
         self._asked_s = 0.0
 
     async def current(self) -> Credentials:
-        """See `Login`."""
+        """The credentials that `Login` promises; asks again after 30 s."""
         if self._current is not None and self._steady_s() - self._asked_s < _TOKEN_AGE_S:
             return self._current
         async with self._lock:
             return await self._ask()
 
     async def renew(self, refused: Credentials) -> Credentials:
-        """See `Login`."""
+        """Credentials out of files and plugins that are read anew; see `Login`."""
         async with self._lock:
             if self._current is refused:
                 self._configuration = self._current = None

@@ -20,7 +20,7 @@ class PodAnswers:
         self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_POD_TIMEOUT_S))
 
     async def close(self) -> None:
-        """Close all connections."""
+        """Close all connections to pods."""
         await self._session.close()
 
     async def why_not_ready(self, pods: list[PodSeen]) -> dict[str, Readiness]:

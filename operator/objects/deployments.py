@@ -20,7 +20,7 @@ _REVISIONS = 2
 
 
 def deployment(service: str, role: str, template: Json, *, hold: bool = False, max_replaced: int = 0) -> Json:
-    """A role's Deployment.
+    """The Deployment of one role.
 
     Args:
         service: its name.

@@ -39,7 +39,7 @@ def gateway_service(service: str) -> Json:
 
 
 def redis_service(service: str) -> Json:
-    """The managed bus."""
+    """Where gateways and workers find the managed Redis."""
     return _service(child(service, REDIS), service, REDIS, REDIS, REDIS_PORT, REDIS_PORT)
 
 

@@ -24,7 +24,7 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class Plan:
-    """What shall exist."""
+    """The objects that shall exist."""
 
     others: list[Json]
     """All but the three Deployments below, in the order they are applied."""
@@ -36,7 +36,7 @@ class Plan:
 
 
 def plan_of(spec: ServiceSpec, owner: Owner, facts: ClusterFacts, hold: tuple[int, float] | None = None) -> Plan:
-    """All objects of a service; `hold`: as for gateway_settings.
+    """All objects of a service; `hold`: (requests, seconds) that gateways hold while there are no workers.
 
     Raises:
         SpecError: the two pools could never exchange KV blocks.
@@ -73,7 +73,7 @@ def plan_of(spec: ServiceSpec, owner: Owner, facts: ClusterFacts, hold: tuple[in
 
 
 def with_owner(made: Json, owner: Owner) -> Json:
-    """With namespace, owner and the digest of everything, as it is applied."""
+    """The object as it is applied: with namespace, owner and the digest of everything."""
     metadata = made["metadata"] | {"namespace": owner.namespace, "ownerReferences": [owner.reference]}
     digest = digest_of(made | {"metadata": metadata})
     annotations = metadata.get("annotations", {}) | {APPLIED_ANNOTATION: digest}

@@ -25,7 +25,7 @@ Json = dict[str, Any]
 ENDPOINT_DELAY_S = 5
 """Between a gateway's removal from its Service and its SIGTERM, so that proxies have heard of it."""
 WORKER_STOP_DELAY_S = 1
-"""As for gateways, but no proxy routes to workers: their drain itself tells the gateways."""
+"""Between a worker's removal and its SIGTERM. No proxy routes to workers; their drain itself tells the gateways."""
 _EXIT_S = 15
 """After the drain: last messages, teardown of transports."""
 _PROBE_PERIOD_S = 2
@@ -72,7 +72,7 @@ def worker_template(
 
 
 def security(**more: Any) -> Json:
-    """Security context of a pod."""
+    """The security context of a pod: no root, the default seccomp profile."""
     base: Json = {"runAsNonRoot": True, "runAsUser": _USER_ID, "runAsGroup": _USER_ID, "fsGroup": _USER_ID}
     return base | {"seccompProfile": {"type": "RuntimeDefault"}} | more
 

@@ -1,4 +1,4 @@
-"""From a spec to the settings of each process: names and values as `pdserve config` lists them. Pure.
+"""The settings of each process that a spec asks for: names and values as `pdserve config` lists them. Pure.
 
 Values that differ between pods of one role (addresses, ids) and secrets are no part of it: pods.py gives those.
 """

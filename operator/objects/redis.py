@@ -1,4 +1,4 @@
-"""The bus of a service: an instance that the operator runs, or somebody else's by URL. Pure.
+"""The bus of a service: an instance that the operator runs, or another one by its URL. Pure.
 
 The managed one keeps nothing on disk: it is a bus, and losing it costs time and never a token.
 """

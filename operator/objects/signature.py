@@ -13,7 +13,7 @@ from pdserve.operator.names import DECODE, PREFILL
 
 
 def kv_signature(spec: ServiceSpec, role: str, image: str) -> str:
-    """Of one pool's workers; the image counts, since another version may lay KV out differently."""
+    """KV signature of one pool's workers; the image counts, since another version may lay KV out differently."""
     model, engine = spec.model, spec.pools[role].engine
     return digest_of(
         [

@@ -52,12 +52,12 @@ class PoolSeen:
 
     @property
     def share(self) -> float:
-        """Of the wanted workers, ready ones of the new template."""
+        """Ready workers of the new template, as a share of the wanted ones."""
         return self.new_ready / max(1, self.wanted)
 
     @property
     def is_complete(self) -> bool:
-        """Nothing to do."""
+        """Whether there is nothing left to do."""
         return self.is_current and self.old_total == 0 and self.new_ready >= self.wanted
 
 
@@ -71,7 +71,7 @@ class RolloutSeen:
     num_old_gateways: int
     """Gateway pods of an older template, those that drain included."""
     pod_budget: int | None
-    """Of both pools together."""
+    """Most workers of both pools together; None without a limit."""
     max_skew: int
     allows_downtime: bool
 
@@ -81,7 +81,7 @@ class PoolStep:
     """How to apply a pool's Deployment now."""
 
     is_applied: bool = True
-    """False: leave it as it is."""
+    """False when it stays as it is."""
     hold: bool = False
     has_surge: bool = True
     max_replaced: int = 0
@@ -89,7 +89,7 @@ class PoolStep:
 
 @dataclass(frozen=True)
 class RolloutStep:
-    """What to do now."""
+    """What to do in this look."""
 
     pools: dict[str, PoolStep]
     holds_gateway: bool

@@ -42,7 +42,7 @@ class Decision:
     inputs: str
     clamped_by: str = ""
     is_applied: bool = True
-    """False: only advised."""
+    """False when it is only advised."""
 
     @property
     def is_change(self) -> bool:

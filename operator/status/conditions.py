@@ -35,7 +35,7 @@ def merge_conditions(
 ) -> list[Json]:
     """Conditions as the API stores them; `lastTransitionTime` is kept while the status is the same."""
     before = {condition["type"]: condition for condition in previous}
-    return [_merged(before.get(condition.type), condition, generation, now) for condition in conditions]
+    return [_with_times(before.get(condition.type), condition, generation, now) for condition in conditions]
 
 
 def transitions(before: Iterable[Json], after: Iterable[Json]) -> list[Json]:
@@ -51,7 +51,7 @@ def shorten(message: str) -> str:
     return message if len(message) <= _MAX_MESSAGE else message[: _MAX_MESSAGE - 1] + "…"
 
 
-def _merged(before: Json | None, condition: Condition, generation: int, now: str) -> Json:
+def _with_times(before: Json | None, condition: Condition, generation: int, now: str) -> Json:
     is_same = before is not None and before["status"] == condition.status_text
     return {
         "type": condition.type,

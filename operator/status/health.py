@@ -63,7 +63,7 @@ def role_health(
     answers: Mapping[str, Readiness],
     now_s: float,
 ) -> Health:
-    """One role's verdict.
+    """The verdict on one role.
 
     Args:
         role: gateway, prefill, decode or redis.
