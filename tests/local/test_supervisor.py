@@ -163,6 +163,14 @@ async def test_a_child_yields_as_told(tmp_path: Path) -> None:
     assert nice - normal == 7
 
 
+async def test_ctrl_c_in_a_terminal_reaches_the_supervisor_alone(tmp_path: Path) -> None:
+    run = Run(tmp_path, a_spec("decode-0"))
+    async with run.running():
+        pid = run.children[0].pid
+        assert pid is not None
+        assert os.getpgid(pid) == pid != os.getpgrp()
+
+
 async def test_log_lines_go_to_a_file_and_only_what_matters_to_the_terminal(tmp_path: Path) -> None:
     info = '{"level": "info", "message": "step 1"}'
     warning = '{"level": "warning", "message": "slow"}'

@@ -12,19 +12,19 @@ import contextlib
 import json
 import os
 import signal
-import sys
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
 
 from pdserve.errors import ServiceError
+from pdserve.local.launch import shim
 from pdserve.local.plan import ChildSpec
 from pdserve.local.probe import http_status
+from pdserve.process import STAGE_PREFIX
 
-STAGE_PREFIX = "pdserve-stage: "
 MAX_FAILED_STARTS = 3
-"""In a row, of a child that was never ready: then it is given up."""
+"""So many deaths in a row give up a child that was never ready."""
 _QUIET_LEVELS = {"debug", "info"}
 _PROBE_INTERVAL_S = 0.1
 _STABLE_S = 60.0
@@ -105,9 +105,8 @@ class Child:
         return asyncio.get_running_loop().time() - started_s, returncode
 
     async def _spawn(self) -> asyncio.subprocess.Process:
-        shim = [sys.executable, "-m", "pdserve.local.launch", str(os.getpid()), str(self.spec.niceness)]
         return await asyncio.create_subprocess_exec(
-            *shim,
+            *shim(self.spec.niceness),
             *self.spec.command,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,

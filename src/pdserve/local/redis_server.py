@@ -9,11 +9,9 @@ It never outlives its starter and is never used by a cluster: there the bus is a
 
 from __future__ import annotations
 
-import os
 import shutil
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -21,15 +19,7 @@ from types import TracebackType
 from typing import Self
 
 from pdserve.errors import BusError
-
-# Runs before the server, in the child: die with the parent (PR_SET_PDEATHSIG = 1, SIGKILL = 9), also when it
-# is already gone, then become the server. A shim and not preexec_fn, which is unsafe in a process with threads.
-_DIE_WITH_PARENT = (
-    "import ctypes, os, sys\n"
-    "if sys.platform == 'linux': ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)\n"
-    "if os.getppid() != int(sys.argv[1]): sys.exit(1)\n"
-    "os.execv(sys.argv[2], sys.argv[2:])\n"
-)
+from pdserve.local.launch import shim
 
 
 def find_server_binary() -> str:
@@ -62,12 +52,12 @@ class RedisServer:
 
     @property
     def url(self) -> str:
-        """For `redis.from_url` and REDIS_URL."""
+        """The URL that `redis.from_url` and the setting REDIS_URL take."""
         return f"unix://{self._socket_path}"
 
     @property
     def pid(self) -> int | None:
-        """Of the running server."""
+        """Process id of the server; None when it does not run."""
         return self._process.pid if self._process and self._process.poll() is None else None
 
     @property
@@ -87,15 +77,12 @@ class RedisServer:
         assert self.pid is None, f"already running as {self.pid}"
         self._folder.mkdir(mode=0o700, exist_ok=True)
         self._socket_path.unlink(missing_ok=True)
-        shim = [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid())]
         with self._log_path.open("wb") as log:
-            # A session of its own: Ctrl-C in a terminal reaches the workers first, and they still need the bus.
             self._process = subprocess.Popen(
-                [*shim, find_server_binary(), *self._arguments()],
+                [*shim(), find_server_binary(), *self._arguments()],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,
             )
         self._wait_until_listening()
         return self

@@ -24,9 +24,11 @@ from typing import Any, Self
 import httpx
 
 from pdserve.errors import ServiceError
+from pdserve.local.launch import shim
 from pdserve.local.plan import threads_for
 from pdserve.local.ports import check_free
 from pdserve.local.redis_server import RedisServer
+from pdserve.readiness import read_readiness
 
 _HOST = "127.0.0.1"
 _POLL_S = 0.05
@@ -57,16 +59,16 @@ class ServiceProcess:
 
     @property
     def metrics_url(self) -> str:
-        """For Prometheus."""
+        """The address that Prometheus scrapes."""
         return f"{self.url}/metrics"
 
     @property
     def pid(self) -> int | None:
-        """None when it does not run."""
+        """Process id, or None when it does not run."""
         return self.process.pid if self.process is not None and self.process.poll() is None else None
 
     def last_lines(self) -> str:
-        """The end of what it has printed."""
+        """The end of what it has printed, some 40 lines."""
         lines = self.log_file.read_text(errors="replace").splitlines() if self.log_file.exists() else []
         return "\n".join(lines[-_LAST_LINES:])
 
@@ -114,7 +116,7 @@ class PrivateService:
 
     @property
     def redis_url(self) -> str:
-        """Of the embedded server."""
+        """The URL of the embedded server."""
         return self._redis.url
 
     @property
@@ -169,11 +171,11 @@ class PrivateService:
         timeout_s = self._start_timeout_s if timeout_s is None else timeout_s
         give_up_s = time.monotonic() + timeout_s
         for process in self.processes:
-            while process.process is not None and not _is_ready(process.url):
+            while process.process is not None and (obstacle := _why_not_ready(process.url)) is not None:
                 if process.pid is None:
                     self._give_up(f"{process.id} exited with {process.process.poll()}", process)
                 if time.monotonic() > give_up_s:
-                    self._give_up(f"{process.id} was not ready within {timeout_s:g} s", process)
+                    self._give_up(f"{process.id} was not ready within {timeout_s:g} s ({obstacle})", process)
                 time.sleep(_POLL_S)
 
     def _give_up(self, what: str, process: ServiceProcess) -> None:
@@ -252,10 +254,9 @@ class PrivateService:
     def _spawn(self, process: ServiceProcess) -> None:
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("PDS_") or k in _OF_THE_MACHINE}
         env = inherited | {"PYTHONUNBUFFERED": "1", "OMP_WAIT_POLICY": "PASSIVE"} | process.env
-        shim = [sys.executable, "-m", "pdserve.local.launch", str(os.getpid()), "0"]
         with process.log_file.open("ab") as log:
             process.process = subprocess.Popen(
-                [*shim, sys.executable, "-m", "pdserve", process.role],
+                [*shim(), sys.executable, "-m", "pdserve", process.role],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -273,11 +274,12 @@ def _text(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _is_ready(url: str) -> bool:
+def _why_not_ready(url: str) -> str | None:
     try:
-        return httpx.get(f"{url}/ready", timeout=5).status_code == 200
-    except httpx.HTTPError:
-        return False
+        response = httpx.get(f"{url}/ready", timeout=5)
+    except httpx.HTTPError as error:
+        return f"/ready does not answer: {type(error).__name__}"
+    return None if response.status_code == 200 else read_readiness(response.content).message
 
 
 def _end(process: subprocess.Popen[bytes], timeout_s: float) -> None:
