@@ -149,9 +149,10 @@ class EngineThread:
             if self.engine.has_work and not self._rests() and not self._step():
                 self._commands.wait(_STALLED_WAIT_S)
 
-    def turn(self) -> bool:
-        """Run all queued commands, then one step if there is work; never waits. False: the step did nothing."""
-        return self._admit_commands() and self.engine.has_work and self._step()
+    def turn(self, *, has_step: bool = True) -> None:
+        """Run all queued commands, then one step if there is work and it `has_step`; never waits."""
+        if self._admit_commands() and has_step and self.engine.has_work:
+            self._step()
 
     def _admit_commands(self) -> bool:
         """Run all queued commands. False: stop."""
