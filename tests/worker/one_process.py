@@ -21,6 +21,8 @@ from pdserve.bus.reader import StreamReader
 from pdserve.bus.registry import Registry
 from pdserve.engine.engine import Engine
 from pdserve.engine.executors.fake import FakeExecutor, FakeOptions, hash_token
+from pdserve.engine.kv.block_tables import BlockTables
+from pdserve.engine.scheduling.scheduler import Scheduler
 from pdserve.faults import Faults
 from pdserve.messages import (
     AnyMessage,
@@ -64,18 +66,11 @@ def make_engine(clock: Any, *, num_blocks: int = 64, max_num_seqs: int = 8) -> E
     executor = FakeExecutor(
         FakeOptions(), vocab_size=VOCAB_SIZE, eos_token_ids=EOS, block_size=BLOCK_SIZE, max_model_len=512
     )
-    return Engine(
-        executor,
-        num_blocks=num_blocks,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=BUDGET,
-        max_wait_s=10.0,
-        prefix_cache=True,
-        cache_key=b"test",
-        eos_token_ids=EOS,
-        watermark_blocks=1,
-        clock=clock,
+    tables = BlockTables(num_blocks, BLOCK_SIZE, is_cache_on=True, cache_key=b"test")
+    scheduler = Scheduler(
+        tables, max_num_seqs=max_num_seqs, max_num_batched_tokens=BUDGET, max_wait_s=10.0, watermark_blocks=1
     )
+    return Engine(executor, scheduler, eos_token_ids=EOS, clock=clock)
 
 
 class Worker:
