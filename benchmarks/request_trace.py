@@ -23,6 +23,7 @@ from pathlib import Path
 from types import FrameType
 
 import httpx
+from pdserve.settings.processes import GatewaySettings
 from prometheus_client import CollectorRegistry
 
 from pdserve.bus.bus import Bus
@@ -53,7 +54,6 @@ from pdserve.models.card import ModelCard
 from pdserve.models.tiny import make_model
 from pdserve.reasons import FinishReason
 from pdserve.registration import Role, WorkerLoad, WorkerRegistration, WorkerState
-from pdserve.settings.processes import GatewaySettings
 
 NUM_TOKENS = 6
 NUM_TRACED = 9

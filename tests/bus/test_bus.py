@@ -142,7 +142,7 @@ async def test_a_full_queue_forgets_the_oldest_and_counts_them(numbered: Numbere
         await bus.close()
 
 
-async def test_a_stream_beyond_its_bound_is_full_until_somebody_reads_it(
+async def test_a_stream_beyond_its_bound_is_full_until_it_is_read(
     redis_url: str, until: Any, listen: Any, numbered: Numbered
 ) -> None:
     bus = Bus(redis_url, "test", timeout_s=1.0, max_stream_entries=10)

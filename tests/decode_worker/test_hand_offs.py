@@ -9,6 +9,7 @@ import pytest
 from one_process import HANDOFF_TIMEOUT_S, HEARTBEAT_S, LEASE_S, Sequence, Worker, tokens_of, world
 from virtual_time import in_virtual_time, now_s, until
 
+from pdserve.readiness import ReadyReason
 from pdserve.registration import Role
 
 MESSAGES = ("KvWant", "KvReady", "KvRelease")
@@ -367,7 +368,7 @@ async def test_after_a_new_generation_of_either_side_hand_offs_work_again(role: 
         renewed = p if role is Role.PREFILL else d
         old = renewed.identity.ref
         await renewed.parts.registry.withdraw_worker(renewed.identity.worker_id)
-        await until(lambda: renewed.identity.ref != old and renewed.host.problem is None)
+        await until(lambda: renewed.identity.ref != old and renewed.host.ready_reason is ReadyReason.READY)
         await until(lambda: sequence.failures)
         d.transports.let_go()
         await w.until_nothing_is_held()

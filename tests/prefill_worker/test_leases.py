@@ -27,7 +27,7 @@ def table(time):
     return LeaseTable(10.0, clock=lambda: time.now_s, stood_still_s=lambda: time.stood_still_s)
 
 
-def test_a_lease_that_nobody_renews_ends_after_one_lease(table, time):
+def test_a_lease_that_is_not_renewed_ends_after_one_lease(table, time):
     table.grant(A, deadline_s=time.now_s + 100)
     time.advance(9.9)
     assert table.expire() == []

@@ -37,6 +37,7 @@ from pdserve.messages import (
     TokenBatch,
 )
 from pdserve.metrics.worker import WorkerMetrics
+from pdserve.readiness import ReadyReason
 from pdserve.registration import GatewayRegistration, Role, WorkerRegistration
 from pdserve.sampling_params import SamplingParams
 from pdserve.settings import DecodeSettings, PrefillSettings, load
@@ -131,9 +132,9 @@ class Worker:
         await self.bus.start()
         self.transports.open(self.identity.ref)
         self.engine_thread.attach(asyncio.get_running_loop(), self.worker)
-        work = (self._turn_forever(), self.parts.view.run(), self.host.run(self.stop))
+        work = (self._turn_forever(), self.parts.view.run(), self.host.run(self.stop), self.host.notice_standstill())
         self.tasks = [asyncio.create_task(each) for each in work]
-        await until(lambda: self.host.problem is None)
+        await until(lambda: self.host.ready_reason is ReadyReason.READY)
 
     async def _turn_forever(self) -> None:
         while True:

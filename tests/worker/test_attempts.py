@@ -71,7 +71,7 @@ def test_the_same_job_is_taken_once_even_after_its_end(attempts: Attempts) -> No
     attempts.prune(50.0)
     assert not attempts.is_new(sequence.key)
     attempts.prune(101.0)
-    assert attempts.is_new(sequence.key)  # after the deadline nobody sends it any more
+    assert attempts.is_new(sequence.key)  # after the deadline it is not sent any more
 
 
 def test_a_cancel_that_overtakes_its_job_stops_it(attempts: Attempts) -> None:

@@ -1,4 +1,4 @@
-"""How worker processes publish late when told to, and how they leave when nobody listens any more."""
+"""How worker processes publish late when told to, and how they leave when the bus is gone."""
 
 from __future__ import annotations
 

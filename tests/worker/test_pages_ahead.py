@@ -99,8 +99,8 @@ def test_it_ends_with_the_memory_in_whole_pages_of_it(offset):
     first, (last, num_bytes) = backed.slices[0][0], backed.slices[-1]
     assert memory.data_ptr() <= first < memory.data_ptr() + mmap.PAGESIZE
     assert last + num_bytes == memory.data_ptr() + memory.nbytes
-    pages.reach(MIB)  # whoever uses blocks does not know, and need not
-    assert list(pages._news.take()) == [], "nobody would ever take it"
+    pages.reach(MIB)  # those who use blocks do not know, and need not
+    assert list(pages._news.take()) == [], "it would never be taken"
     pages.stop(10)
 
 

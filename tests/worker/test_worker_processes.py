@@ -189,7 +189,7 @@ async def test_doubled_jobs_compute_and_speak_once(bench: Bench) -> None:
     await bench.idle("decode")
 
 
-async def test_blocks_that_nobody_comes_for_return_after_one_lease(bench: Bench) -> None:
+async def test_blocks_for_which_no_reader_comes_return_after_one_lease(bench: Bench) -> None:
     prefill = await bench.worker("prefill")
     job = bench.prefill_job(prefill, 40)
     bench.send(prefill, job)
@@ -215,7 +215,7 @@ async def test_a_renewed_lease_holds_and_ends_with_the_release(bench: Bench) -> 
     assert await bench.idle("prefill") < LEASE_S / 2
 
 
-async def test_a_cancel_alone_does_not_unpin_what_somebody_may_be_reading(bench: Bench) -> None:
+async def test_a_cancel_alone_does_not_unpin_what_a_peer_may_be_reading(bench: Bench) -> None:
     prefill = await bench.worker("prefill")
     job = bench.prefill_job(prefill, 40)
     bench.send(prefill, job)
@@ -251,11 +251,11 @@ async def test_a_lost_announcement_is_repeated_when_a_renewal_shows_the_gap(benc
     [
         ({"nonce": "guessed"}, "nonce"),
         ({"kv_signature": "model=other"}, "geometry"),
-        ({"request_id": "nobody"}, "unknown"),
+        ({"request_id": "never heard of"}, "unknown"),
     ],
     ids=["foreign nonce", "other KV signature", "unknown request"],
 )
-async def test_a_wish_that_does_not_fit_is_refused_and_hurts_nobody(
+async def test_a_wish_that_does_not_fit_is_refused_and_hurts_no_other(
     bench: Bench, changes: dict[str, Any], reason: str
 ) -> None:
     prefill, decode = await bench.worker("prefill"), await bench.worker("decode")

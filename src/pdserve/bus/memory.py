@@ -228,7 +228,7 @@ class MemoryConnection:
             raise BusError(f"the bus did not answer within {timeout_s:g} s") from error
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no connection is held."""
 
     async def _reply(self, command: Command) -> Any:
         reply = self._run(command)

@@ -33,7 +33,7 @@ class StepFailure:
     """A step that raised; its sequences are aborted already."""
 
     name: str
-    """The exception's type."""
+    """Type name of the exception."""
     sequences: list[Sequence]
 
 

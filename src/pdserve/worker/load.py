@@ -1,4 +1,4 @@
-"""From settings to a warm engine: resolve the model, load the executor, size the block pool, run once.
+"""Makes a warm engine out of settings: resolve the model, load the executor, size the block pool, run once.
 
 Says each stage as it begins (`pdserve-stage: …` on stdout, which `pdserve up` shows). After it the first
 request is as fast as the tenth.
@@ -165,7 +165,7 @@ def _step_targets(settings: WorkerSettings) -> StepTargets:
 
 
 def _num_blocks(settings: WorkerSettings, executor: Executor) -> int:
-    """As set; else what the memory holds, but no more than all sequences at full length could ever use."""
+    """KV blocks as set; else what the memory holds, but no more than all sequences at full length could ever use."""
     device = executor.device
     num_blocks = choose_num_blocks(
         executor.kv_spec,
@@ -182,7 +182,7 @@ def _num_blocks(settings: WorkerSettings, executor: Executor) -> int:
 
 
 def _cache_key(service: str, fingerprint: str) -> bytes:
-    """Equal on all workers of a service and model, so that P and D can compare chain hashes."""
+    """Equal on all workers of a service and model, so that prefill and decode workers can compare chain hashes."""
     return hashlib.blake2b(f"{service}\0{fingerprint}".encode(), digest_size=32, person=b"pdserve-prefix").digest()
 
 

@@ -1,6 +1,6 @@
 """Gets the pages of a CPU's KV cache from the system before any block in them is used.
 
-An anonymous mapping has no memory until somebody writes to it. That first write costs a fault, and the zeroing of a
+An anonymous mapping has no memory until it is written to. That first write costs a fault, and the zeroing of a
 page or of a huge page: for the 92 MB of a 2,000-token prompt 5 ms with huge pages, 35 ms without, and 100 to 200 ms
 in a virtual machine whose host must find the memory first. A READ would pay for it in the hand-off gap, a prompt
 chunk in TTFT. So a thread of its own stays some way ahead of the highest block used so far. Not everything at once:
@@ -80,7 +80,7 @@ class PagesAhead:
         first = -(-self._memory.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
         last = (self._memory.data_ptr() + self._memory.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
         wanted = next_address = first
-        rest_ratio = 0.0  # at first, before anybody waits for a step
+        rest_ratio = 0.0  # at first, before any request waits for a step
         while next_address < last:
             if next_address >= wanted:
                 self._news.wait()

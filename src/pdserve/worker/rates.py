@@ -5,7 +5,7 @@ from __future__ import annotations
 from pdserve.engine.step_output import StepOutput
 
 _WEIGHT = 0.2
-"""Of the newest step in the exponential averages: about the last ten steps count."""
+"""Weight of the newest step in the exponential averages: about the last ten steps count."""
 
 
 class StepRates:
@@ -15,7 +15,7 @@ class StepRates:
         self._prompt_tokens = 0.0
         self._prompt_s = 0.0
         self.step_s = 0.0
-        """Of steps in which sequences decode."""
+        """Duration of steps in which sequences decode, in seconds."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -23,7 +23,7 @@ class StepRates:
         return self._prompt_tokens / self._prompt_s if self._prompt_s else 0.0
 
     def note(self, output: StepOutput) -> None:
-        """One more step."""
+        """Add one more step to the averages."""
         if output.duration_s <= 0 or not output.num_tokens:
             return
         num_prompt_tokens = output.num_tokens - output.num_decode_tokens
