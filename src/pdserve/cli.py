@@ -29,7 +29,7 @@ COMMANDS: dict[str, Command] = {
     "make-model": Command("pdserve.commands.make_model:main", "write a tiny random model"),
     "bus": Command("pdserve.commands.bus:main", "look at messages on the bus, or send one"),
     "render": Command("pdserve.commands.render:main", "the Kubernetes objects of a PDService file"),
-    "operator": Command("pdserve.commands.operator:main", "run the Kubernetes operator"),
+    "operator": Command("pdserve.operator.main:main", "run the Kubernetes operator: one namespace, or all"),
     "gateway": Command("pdserve.gateway.main:main", "run one gateway process"),
     "prefill": Command("pdserve.prefill_worker.main:main", "run one prefill worker process"),
     "decode": Command("pdserve.decode_worker.main:main", "run one decode worker process"),

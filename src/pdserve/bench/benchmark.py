@@ -26,7 +26,7 @@ from pdserve.bench.traces import Trace
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One measured run."""
+    """The records of one measured run, and its numbers."""
 
     records: tuple[RequestRecord, ...]
     summary: RunSummary
@@ -34,7 +34,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class BenchResult:
-    """A whole benchmark."""
+    """All runs of a benchmark, and what was asked of which server."""
 
     url: str
     model: str
@@ -49,7 +49,7 @@ class BenchResult:
 async def run_benchmark(
     options: BenchOptions, url: str, api_key: str | None, report: Callable[[str], None], progress: Progress
 ) -> BenchResult:
-    """Measure.
+    """Prepare, warm up and measure; what the user should know meanwhile goes to `report` and `progress`.
 
     Raises:
         ServerError: unreachable, no models, or not even a first request succeeds.
@@ -103,7 +103,7 @@ class _Bench:
         )
 
     async def prepare(self, report: Callable[[str], None]) -> None:
-        """Find out which prompts can be made."""
+        """Find out which prompts can be made: token ids where the server tokenizes, else text."""
         if self._options.endpoint == "chat":
             return
         token_ids = await self._server.ordinary_token_ids(self._target.model)
@@ -126,7 +126,7 @@ class _Bench:
         await run_closed(self._send, prompts, self._options.concurrency or 4)
 
     async def run(self, number: int) -> Run:
-        """One measured run."""
+        """Send one run's prompts by the load pattern and sum up; `number` counts from 0."""
         prompts, arrivals_s = await self._plan(number)
         await self._pool.open_idle(self._options.concurrency or 8)
         gc.collect()

@@ -63,7 +63,7 @@ class Target:
 
     model: str
     endpoint: str
-    """completions | chat."""
+    """The endpoint asked, completions or chat."""
     timeout_s: float
     does_ignore_eos: bool = True
     does_ask_token_ids: bool = True
@@ -129,7 +129,7 @@ class _Answer:
                 self.arrivals.append(Arrival(now_s, None))
 
     def why_failed(self, status: int) -> str | None:
-        """None when this is a complete answer."""
+        """Why this is no complete answer, in a few words; None when it is one."""
         if status != 200:
             return f"HTTP {status}: {self.head[:300].decode(errors='replace')}"
         if self.error is not None:

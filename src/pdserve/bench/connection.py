@@ -87,12 +87,12 @@ class _Protocol(asyncio.Protocol):
             self.close()
 
     def on_body(self, body: bytes) -> None:
-        """Called by the parser."""
+        """Take a piece of the body from the parser."""
         if self._on_body is not None:
             self._on_body(body, self._now_s)
 
     def on_message_complete(self) -> None:
-        """Called by the parser."""
+        """Note the end of the response, which the parser has found."""
         assert self._parser is not None
         self.is_reusable = self._parser.should_keep_alive()
         if self._done is not None and not self._done.done():

@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from typing import Any
 
 from pdserve.bench.prompts import Prompt
 from pdserve.bench.record import RequestRecord
 
-Send = Callable[[Prompt, float], Awaitable[RequestRecord]]
+Send = Callable[[Prompt, float], Coroutine[Any, Any, RequestRecord]]
 """Sends one prompt that was due at a time of `time.perf_counter()`."""
 
 
@@ -50,9 +51,5 @@ async def run_open(send: Send, prompts: Sequence[Prompt], arrivals_s: Sequence[f
     async with asyncio.TaskGroup() as group:
         for prompt, arrival_s in zip(prompts, arrivals_s, strict=True):
             await asyncio.sleep(max(0.0, start_s + arrival_s - time.perf_counter()))
-            tasks.append(group.create_task(_sent(send, prompt, start_s + arrival_s)))
+            tasks.append(group.create_task(send(prompt, start_s + arrival_s)))
     return [task.result() for task in tasks]
-
-
-async def _sent(send: Send, prompt: Prompt, due_s: float) -> RequestRecord:
-    return await send(prompt, due_s)

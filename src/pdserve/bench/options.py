@@ -29,7 +29,11 @@ class TokenRange:
 
     @classmethod
     def parse(cls, name: str, text: str) -> TokenRange:
-        """`128` or `64-256`."""
+        """Read `128` or `64-256`.
+
+        Raises:
+            SettingError: names the flag `name` and what was expected.
+        """
         low, _, high = text.partition("-")
         try:
             result = cls(int(low), int(high or low))
@@ -40,7 +44,7 @@ class TokenRange:
         return result
 
     def draw(self, source: random.Random) -> int:
-        """One length."""
+        """One length in tokens, drawn from `source`."""
         return source.randint(self.low, self.high)
 
 
@@ -77,7 +81,7 @@ class BenchOptions:
 
     @property
     def pattern(self) -> str:
-        """One line about the load."""
+        """The load pattern in a few words."""
         if self.trace_path is not None:
             return f"trace {self.trace_path.name} at {self.speed:g}x speed"
         return f"Poisson {self.rate_per_s:g}/s" if self.rate_per_s else f"concurrency {self.concurrency}"
@@ -89,7 +93,7 @@ class BenchOptions:
         return read_trace(self.trace_path, unit=self.trace_unit, seed=self.seed)
 
     def as_dict(self) -> dict[str, Any]:
-        """For the report; file names only, never folders of the machine."""
+        """The options as the report has them: file names only, never folders of the machine."""
         values = asdict(self)
         values["trace_path"] = self.trace_path.name if self.trace_path else None
         del values["json_path"]
@@ -187,25 +191,30 @@ def _parser() -> argparse.ArgumentParser:
     load.add_argument("--concurrency", type=int, help="closed loop: requests always in flight (default: 8)")
     load.add_argument("--rate", type=float, metavar="PER_S", help="open loop: Poisson arrivals")
     load.add_argument("--trace", type=Path, metavar="FILE", help="open loop: replay a csv[.gz|.xz] or jsonl[.gz|.xz]")
-    add("--trace-unit", choices=("auto", "s", "ms", "us", "ns"), default="auto", help="of numeric arrivals")
+    add(
+        "--trace-unit",
+        choices=("auto", "s", "ms", "us", "ns"),
+        default="auto",
+        help="unit of numeric arrivals (default: auto)",
+    )
     add("--speed", type=float, default=1.0, help="replay a trace this many times faster")
-    add("--max-requests", type=int, help="only the first so many of a trace")
-    add("--num-requests", type=int, help="per run (default: 8 x concurrency)")
+    add("--max-requests", type=int, help="replay only the first so many requests of a trace")
+    add("--num-requests", type=int, help="requests of each run (default: 8 x concurrency)")
     add("--input-tokens", default="128", metavar="N|LOW-HIGH", help="prompt length (default: 128)")
     add("--output-tokens", default="64", metavar="N|LOW-HIGH", help="answer length (default: 64)")
     add("--max-input-tokens", type=int, help="cut a trace's longer prompts")
     add("--max-output-tokens", type=int, help="cut a trace's longer answers")
     add("--no-ignore-eos", action="store_true", help="let the model end an answer early")
     add("--no-token-ids", action="store_true", help="do not ask for token ids (strict servers); ITL is then per event")
-    add("--temperature", type=float, default=0.0)
+    add("--temperature", type=float, default=0.0, help="sampling temperature (default: 0, greedy)")
     add("--warmup", type=int, help="requests before the first run, not measured (default: the concurrency)")
     add("--runs", type=int, default=3, help="medians over so many runs (default: 3)")
-    add("--seed", type=int, help="of prompts and arrivals; the same seed sends the same prompts (default: drawn)")
+    add("--seed", type=int, help="the same seed sends the same prompts at the same times (default: drawn)")
     add("--ttft-slo", type=float, metavar="S", help="goodput: time to first token at most, in seconds")
     add("--tpot-slo", type=float, metavar="S", help="goodput: time per output token at most, in seconds")
     add("--timeout-s", type=float, default=600.0, help="a request without a complete answer by then has failed")
     add("--extra-body", default="{}", metavar="JSON", help="more fields for every request")
     add("--json", type=Path, metavar="FILE", help="write everything needed to repeat and recompute the result")
-    add("--dtype", help="recorded in the report, where the server does not tell")
-    add("--note", default="", help="recorded in the report")
+    add("--dtype", help="number format of the model, for the report, where the server does not tell")
+    add("--note", default="", help="any text that the report shall carry")
     return parser

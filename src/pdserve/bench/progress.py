@@ -19,19 +19,19 @@ class Progress:
         self.start("", 0)
 
     def start(self, stage: str, num_requests: int) -> None:
-        """A new stage begins."""
+        """Begin a stage, such as `warm-up`, with this many requests to send."""
         self.finish()
         self._stage, self._num_requests = stage, num_requests
         self._num_sent = self._num_done = self._num_failed = self._num_tokens = 0
         self._start_s = self._written_s = time.monotonic()
 
     def on_sent(self) -> None:
-        """A request was sent."""
+        """Count a request that was sent."""
         self._num_sent += 1
         self._write()
 
     def on_done(self, num_tokens: int, is_ok: bool) -> None:
-        """A request ended."""
+        """Count a request that ended, with its output tokens."""
         self._num_done += 1
         self._num_failed += not is_ok
         self._num_tokens += num_tokens

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 
 class Arrival(NamedTuple):
-    """Tokens that arrived together."""
+    """Tokens that arrived together, in one event."""
 
     at_s: float
     """On the client's monotonic clock."""

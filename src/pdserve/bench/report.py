@@ -69,7 +69,7 @@ def _ms(seconds: float) -> str:
 
 
 def as_json(result: BenchResult, options: BenchOptions) -> dict[str, Any]:
-    """The full record."""
+    """The full record as JSON values; schema `pdserve-bench/1`."""
     return {
         "schema": SCHEMA,
         "started_at": datetime.fromtimestamp(result.started_at, UTC).isoformat(timespec="seconds"),

@@ -24,7 +24,7 @@ class Server:
         self._can_count = True
 
     async def close(self) -> None:
-        """Close connections."""
+        """Close the connections to the server."""
         await self._client.aclose()
 
     async def models(self) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""From records of requests to the numbers of a report: percentiles, throughput, goodput, medians over runs. Pure.
+"""Turns records of requests into the numbers of a report: percentiles, throughput, goodput, medians over runs. Pure.
 
 Goodput is judged over everything that was *sent*: a failed request is a miss, never an absent one.
 """
@@ -48,7 +48,7 @@ class RunSummary:
 
 
 def summarise(records: Sequence[RequestRecord], slos: Slos) -> RunSummary:
-    """The numbers of one run."""
+    """The numbers of one run; goodput by `slos`."""
     assert records, "a run has at least one request"
     answered = [record for record in records if record.is_ok]
     start_s, end_s = min(record.sent_s for record in records), max(record.end_s for record in records)

@@ -47,7 +47,7 @@ class Trace:
     columns: tuple[str, str, str]
     """Names of the arrival, input and output column."""
     unit: str
-    """s | ms | us | ns | date."""
+    """The unit that arrivals were in: s, ms, us, ns or date."""
     bin_s: float
     """Width of the bins over which quantised arrivals were spread; 0 = they were not quantised."""
 
@@ -70,8 +70,8 @@ def read_trace(path: Path, *, unit: str = "auto", seed: int = 0) -> Trace:
 
     Args:
         path: .csv or .jsonl, plain or compressed with gzip or xz.
-        unit: s | ms | us | ns | auto, of numeric arrivals. Auto goes by the column's suffix, then by size.
-        seed: of the spreading inside quantised bins.
+        unit: unit of numeric arrivals: s, ms, us, ns or auto, which goes by the column's suffix, then by size.
+        seed: equal seeds spread requests equally inside quantised bins.
 
     Raises:
         TraceError: unknown kind of file, a column missing or ambiguous, or a value that is no number.

@@ -117,7 +117,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--timing", action="store_true", help="show where the time went after each answer")
     parser.add_argument("--url", help="default: the service that runs on this machine")
     parser.add_argument("--model", help="default: the first that the service lists")
-    parser.add_argument("--system", help="system message")
-    parser.add_argument("--max-tokens", type=int, help="of each answer, at most")
-    parser.add_argument("--temperature", type=float)
+    parser.add_argument("--system", help="system message at the beginning of the conversation")
+    parser.add_argument("--max-tokens", type=int, help="longest answer, in tokens")
+    parser.add_argument("--temperature", type=float, help="sampling temperature (default: the service's)")
     return parser

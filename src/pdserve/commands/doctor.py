@@ -28,7 +28,7 @@ from pdserve.models.resolve import home_folder, resolve_model
 from pdserve.transfer.nixl.cma import can_read
 
 _OLDEST_CAPABILITY = 80
-"""Of a GPU: the first with bfloat16 and asynchronous copies."""
+"""Compute capability of the first GPUs with bfloat16 and asynchronous copies."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
     """Print the findings; 1 when one of them is bad."""
     parser = argparse.ArgumentParser(prog="pdserve doctor", description="What works here, what will be used and why.")
     parser.add_argument("--model", default="demo", help="the model to choose an executor for")
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     options = parser.parse_args(argv)
     findings = []
     for finding in findings_for(options.model):
@@ -74,20 +74,20 @@ def findings_for(model: str) -> Iterator[Finding]:
 
 
 def python() -> Finding:
-    """The interpreter."""
+    """The Python interpreter, its platform and the version of pdserve."""
     text = f"{platform.python_version()} on {platform.system()} {platform.machine()}, pdserve {__version__}"
     return Finding("python", "ok" if sys.version_info >= (3, 11) else "bad", text)
 
 
 def machine() -> Finding:
-    """Cores and memory."""
+    """Cores that this process may use, and memory."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     memory = psutil.virtual_memory()
     return Finding("machine", "ok", f"{cores} cores, {memory.available >> 20} of {memory.total >> 20} MiB memory free")
 
 
 def home() -> Finding:
-    """Where models are kept."""
+    """Where models are kept, and how much fits there."""
     folder = home_folder(os.environ)
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     free_bytes = shutil.disk_usage(existing).free
@@ -97,14 +97,14 @@ def home() -> Finding:
 
 
 def port(number: int) -> Finding:
-    """The port of the API."""
+    """Whether the default port of the API is free."""
     if is_free("127.0.0.1", number):
         return Finding("port", "ok", f"{number} is free")
     return Finding("port", "note", f"{number} is taken: pdserve up --port 0 takes any free one")
 
 
 def bus() -> Finding:
-    """Starts and stops the embedded server."""
+    """Starts and stops the embedded Redis-compatible server."""
     try:
         with RedisServer():
             return Finding("bus", "ok", f"embedded server starts ({find_server_binary()})")
@@ -214,7 +214,7 @@ def _refuse(_: str) -> None:
 
 
 def transport() -> Finding:
-    """Opens what TRANSPORT=auto would use."""
+    """Opens the transports that TRANSPORT=auto would use."""
     from pdserve.transfer.choose import usable_transports  # noqa: PLC0415  brings torch
 
     try:

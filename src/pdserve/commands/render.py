@@ -23,9 +23,15 @@ def main(argv: list[str]) -> int:
     """Print YAML of every PDService in a file (`-` is standard input). Needs no cluster."""
     parser = argparse.ArgumentParser(prog="pdserve render", description=__doc__)
     parser.add_argument("file", help="YAML with one or more PDService objects; - reads standard input")
-    parser.add_argument("--namespace", default="default", help="for objects that name none")
-    parser.add_argument("--image", default=os.environ.get("PDS_IMAGE") or ClusterFacts.default_image)
-    parser.add_argument("--monitoring", action="store_true", help="as in a cluster that runs the Prometheus operator")
+    parser.add_argument("--namespace", default="default", help="namespace of objects that name none")
+    parser.add_argument(
+        "--image",
+        default=os.environ.get("PDS_IMAGE") or ClusterFacts.default_image,
+        help="image of services that name none",
+    )
+    parser.add_argument(
+        "--monitoring", action="store_true", help="add what a cluster that runs the Prometheus operator gets"
+    )
     options = parser.parse_args(argv)
     facts = ClusterFacts(
         default_image=options.image,

@@ -25,9 +25,15 @@ _BUS_TIMEOUT_S = 2.0
 def main(argv: list[str]) -> int:
     """Print the table; 0 when every process is ready, else 1."""
     parser = argparse.ArgumentParser(prog="pdserve status", description="The processes of a running service.")
-    parser.add_argument("--json", action="store_true", help="for programs")
-    parser.add_argument("--service", default=os.environ.get("PDS_SERVICE"), help="its name, where several run")
-    parser.add_argument("--redis", default=os.environ.get("PDS_REDIS_URL"), help="a service without `pdserve up`")
+    parser.add_argument("--json", action="store_true", help="print the rows as JSON")
+    parser.add_argument(
+        "--service", default=os.environ.get("PDS_SERVICE"), help="name of the service, where several run here"
+    )
+    parser.add_argument(
+        "--redis",
+        default=os.environ.get("PDS_REDIS_URL"),
+        help="URL of the bus of a service that `pdserve up` did not start",
+    )
     options = parser.parse_args(argv)
     local = None if options.redis else find_local(options.service)
     redis_url = local.redis_url if local else options.redis
@@ -107,7 +113,7 @@ def merge(
 
 
 def worker_row(worker: WorkerRegistration) -> Row:
-    """As the bus knows it."""
+    """The row of a worker, as the bus knows it."""
     return {
         "role": worker.role.value,
         "id": worker.worker_id,
@@ -120,7 +126,7 @@ def worker_row(worker: WorkerRegistration) -> Row:
 
 
 def gateway_row(gateway: GatewayRegistration) -> Row:
-    """As the bus knows it."""
+    """The row of a gateway, as the bus knows it."""
     return {
         "role": "gateway",
         "id": gateway.gateway_id,
@@ -133,7 +139,7 @@ def gateway_row(gateway: GatewayRegistration) -> Row:
 
 
 def table(rows: list[Row]) -> str:
-    """Columns as wide as they must be."""
+    """The rows as text, with columns as wide as they must be."""
     lines = [list(_COLUMNS), *([str(row[name] if row[name] is not None else "-") for name in _COLUMNS] for row in rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(_COLUMNS))]
     return "\n".join("  ".join(f"{cell:<{w}}" for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines)

@@ -19,12 +19,12 @@ _HELP = """usage: pdserve up [--model M] [--prefill N] [--decode N] [--port 8000
 Starts a bus (unless --redis names one), a gateway and the workers; restarts what dies; Ctrl-C stops everything.
 
   --model M            demo (default), tiny, a Hugging Face folder, a .gguf file or hf://owner/name
-  --prefill N          prefill workers (1)
-  --decode N           decode workers (1)
-  --gateways N         gateways behind the one port (1)
-  --port P             of the API (8000; 0 = any free one)
+  --prefill N          number of prefill workers (1)
+  --decode N           number of decode workers (1)
+  --gateways N         number of gateways behind the one port (1)
+  --port N             port of the API (8000; 0 = any free one)
   --redis URL          use this server as the bus
-  --service NAME       several services can run side by side, each on ports of its own
+  --service NAME       name of this service (default); several can run side by side, each on ports of its own
   --no-restart         leave dead processes dead
   --verbose            every log line of every process, not only warnings
   --ROLE.NAME V        a setting of gateway, prefill or decode alone, as --decode.max-num-seqs 8

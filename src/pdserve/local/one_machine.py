@@ -34,7 +34,7 @@ from pdserve.settings import GatewaySettings, ProcessSettings
 
 FIRST_METRICS_PORT = 9101
 _DRAIN_S = 3.0
-"""Nobody waits half a minute after Ctrl-C."""
+"""Drain time of all processes unless it is set: a user does not wait half a minute after Ctrl-C."""
 _REDIS_WATCH_INTERVAL_S = 0.2
 
 
@@ -58,7 +58,7 @@ class OneMachine:
         self._num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
     def run(self) -> None:
-        """Until SIGINT or SIGTERM.
+        """Start everything and keep it running until SIGINT or SIGTERM.
 
         Raises:
             PdserveError: a setting, the model, a port, the bus or the start of a child; everything is stopped again.
@@ -138,7 +138,7 @@ class OneMachine:
                 specs.append(spec)
         for index in range(num["gateway"]):
             own, ready_port = [f"--port={port}"], port
-            if num["gateway"] > 1:  # behind one port nobody knows who answers
+            if num["gateway"] > 1:  # behind one port any of them may answer
                 ready_port = next(ports)
                 own.append(f"--metrics-port={ready_port}")
             spec = ChildSpec(

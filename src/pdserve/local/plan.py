@@ -25,10 +25,10 @@ YIELDING_NICENESS = 4
 """On shared cores prefill yields to decode. Measured on two: at 10 a batch of prompts and answers takes 15 % longer,
 at 0 the longest gaps of running streams grow by a third (docs/benchmarks.md)."""
 _REST_RATIO = 0.9
-"""Of the target for the time per output token; what is above it is left for delays."""
+"""Share of the target for the time per output token that steps are apart; the rest is left for delays."""
 
 _OWN_SETTINGS = {"WORKER_ID", "METRICS_PORT"}
-"""Two processes cannot share these."""
+"""Settings that two processes cannot share."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class UpOptions:
     """What the command line asks for."""
 
     num: dict[str, int]
-    """Processes by role."""
+    """Number of processes by role."""
     flags: dict[str, list[str]]
     """Settings by role, as the role's own command takes them."""
     restarts: bool = True
@@ -53,7 +53,7 @@ class ChildSpec:
     ready_url: str
     """Base URL of /ready, /health, /metrics and /debug."""
     api_url: str = ""
-    """Of a gateway: where clients go; else as `ready_url`."""
+    """Base URL that clients of a gateway use; empty for workers."""
     env: dict[str, str] = field(default_factory=dict)
     """On top of the supervisor's own."""
     niceness: int = 0
@@ -169,26 +169,26 @@ def threads_for(num_cores: int, num_prefill: int, num_decode: int) -> Threads:
 
 
 def step_interval_s(tpot_slo_s: float, num_prefill: int) -> float | None:
-    """How far apart decode steps may begin while prompts are computed on the same cores; None: nobody shares them.
+    """How far apart decode steps may begin while prompts are computed on the same cores; None: no prefill.
 
-    Nobody reads faster than the target, so whoever waits for a first token gets the cores meanwhile, and the batch
-    that the next step computes is larger. Measured on 2 cores: docs/benchmarks.md.
+    No client needs tokens faster than the target, so prompts that wait for a first token get the cores meanwhile,
+    and the batch that the next step computes is larger. Measured on 2 cores: docs/benchmarks.md.
     """
     return round(_REST_RATIO * tpot_slo_s, 6) if num_prefill else None
 
 
 def is_set(role: str, name: str, flags: Sequence[str], env: Mapping[str, str]) -> bool:
-    """Whether anybody said what this setting is."""
+    """Whether a flag, the environment or a file says what this setting is."""
     return any(row["name"] == name and row["origin"] != "default" for row in describe(ROLES[role], flags, env))
 
 
 def child_command(role: str, flags: list[str]) -> list[str]:
-    """What a pod would run, too."""
+    """The command of a process, the same that a pod runs."""
     return [sys.executable, "-m", "pdserve", role, *flags]
 
 
 def worker_spec(role: str, worker_id: str, command: list[str], url: str, *, threads: int, yields: bool) -> ChildSpec:
-    """A prefill or decode worker; `yields`: to the others on its cores."""
+    """The specification of a prefill or decode worker; `yields`: to the others on its cores."""
     return ChildSpec(
         role=role,
         id=worker_id,

@@ -9,7 +9,7 @@ from pdserve.errors import ServiceError
 
 
 def is_free(host: str, port: int) -> bool:
-    """Whether a server could listen there now. (Somebody else may take it a moment later.)"""
+    """Whether a server could listen there now. (Another program may take it a moment later.)"""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: TIME_WAIT does not count
@@ -25,7 +25,7 @@ def check_free(host: str, port: int) -> int:
     """Return `port`, or a free one for 0.
 
     Raises:
-        ServiceError: somebody listens there.
+        ServiceError: another program listens there.
     """
     if port == 0:
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:

@@ -23,35 +23,35 @@ class LocalProcess(msgspec.Struct, frozen=True, kw_only=True):
     """One child, as its supervisor sees it."""
 
     role: str
-    """gateway | prefill | decode."""
+    """The role: gateway, prefill or decode."""
     id: str
     """Worker id for workers; also the name of its log file."""
     pid: int | None
     url: str
     """Where it answers; of gateways the API, behind which there may be several."""
     metrics_url: str
-    """Of this very process, for Prometheus; /ready, /health and /debug are its neighbours."""
+    """The address that Prometheus scrapes, of this very process; /ready, /health and /debug are its neighbours."""
     state: str
-    """starting | ready | restarting | exited."""
+    """The state: starting, ready, restarting or exited."""
     niceness: int = 0
 
 
 class LocalService(msgspec.Struct, frozen=True, kw_only=True):
-    """One `pdserve up`."""
+    """A service as one `pdserve up` runs it."""
 
     service: str
     url: str
-    """Of the API."""
+    """Base URL of the API."""
     redis_url: str
     redis_pid: int | None
-    """Of the embedded server; None when the bus was given."""
+    """Process id of the embedded server; None when the bus was given."""
     supervisor_pid: int
     log_folder: str
     processes: list[LocalProcess]
 
 
 def run_folder(home: Path) -> Path:
-    """Where the files lie."""
+    """The folder in which the files lie."""
     return home / "run"
 
 

@@ -18,16 +18,13 @@ class ModelCard:
 
     path: Path
     served_name: str
-    """What clients put into `model`."""
-    architecture: str
-    """Class name in config.json, as LlamaForCausalLM."""
+    """The name that clients put into `model`."""
     vocab_size: int
     """Rows of the embedding: token ids are in [0, vocab_size). May exceed the tokenizer's own."""
     max_model_len: int
     """Tokens of prompt and output together."""
     eos_token_ids: frozenset[int]
     """Union over config, generation_config and tokenizer: each of them ends a sequence."""
-    bos_token_id: int | None
     chat_template: str | None
     """Jinja source; None: the model cannot chat."""
     fingerprint: str
@@ -56,18 +53,16 @@ class ModelCard:
         text = {**config, **(config.get("text_config") or {})}
         generation = _read_json(path / "generation_config.json", optional=True)
         tokenizer = _read_json(path / "tokenizer_config.json", optional=True)
-        tokenizer_eos, tokenizer_bos = _special_token_ids(path, tokenizer)
+        tokenizer_eos = _tokenizer_eos_id(path, tokenizer)
         eos = {*_ids(text.get("eos_token_id")), *_ids(generation.get("eos_token_id")), *_ids(tokenizer_eos)}
         if not isinstance(text.get("vocab_size"), int):
             raise ModelError(f"{path / 'config.json'} has no vocab_size: not a causal language model")
         return cls(
             path=path,
             served_name=served_name or path.resolve().name,
-            architecture=next(iter(config.get("architectures") or ()), str(config.get("model_type", ""))),
             vocab_size=text["vocab_size"],
             max_model_len=_max_model_len(text, max_model_len),
             eos_token_ids=frozenset(eos),
-            bos_token_id=tokenizer_bos if tokenizer_bos is not None else next(_ids(text.get("bos_token_id")), None),
             chat_template=_given_template(chat_template) or _own_template(path, tokenizer),
             fingerprint=model_fingerprint(path),
         )
@@ -102,19 +97,18 @@ def _max_model_len(config: dict[str, Any], wanted: int | None) -> int:
     return wanted or int(context or 0)
 
 
-def _special_token_ids(path: Path, tokenizer_config: dict[str, Any]) -> tuple[int | None, int | None]:
-    """(eos, bos) as the tokenizer has them: names in tokenizer_config.json, ids wherever they are listed."""
-    names = [_token_text(tokenizer_config.get(name)) for name in ("eos_token", "bos_token")]
+def _tokenizer_eos_id(path: Path, tokenizer_config: dict[str, Any]) -> int | None:
+    """The tokenizer's end of sequence: its name in tokenizer_config.json, its id wherever that is listed."""
+    name = _token_text(tokenizer_config.get("eos_token"))
     listed = tokenizer_config.get("added_tokens_decoder") or {}
     ids = {_token_text(token): int(index) for index, token in listed.items()}
-    if any(name and name not in ids for name in names):
+    if name and name not in ids:
         content = _read_json(path / "tokenizer.json", optional=True)
         vocab = content.get("model", {}).get("vocab", {})
         if isinstance(vocab, list):  # Unigram: [[token, score], …]
             vocab = {entry[0]: index for index, entry in enumerate(vocab)}
         ids = {**vocab, **{token["content"]: token["id"] for token in content.get("added_tokens", [])}, **ids}
-    eos, bos = (ids.get(name) if name else None for name in names)
-    return eos, bos
+    return ids.get(name) if name else None
 
 
 def _token_text(token: object) -> str | None:

@@ -55,7 +55,7 @@ def _name_a_known_tokenizer_class(folder: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """FILE DIRECTORY."""
+    """Convert FILE into DIRECTORY, the two arguments; one line per stage on stdout."""
     source, destination = argv or sys.argv[1:]
     transformers_logging.set_verbosity_error()
     convert(Path(source), Path(destination), lambda line: print(line, flush=True))

@@ -3,7 +3,7 @@
 *Model fingerprint*: everything that decides which token comes next or what it means (weights, configuration,
 tokenizer, chat template). A sequence that has emitted tokens continues only within it. Weights are sampled and
 not read: many GB cost milliseconds. Two different models therefore never share a fingerprint by accident, but
-it is no protection against somebody who forges weights.
+it is no protection against forged weights.
 
 *KV signature*: the fingerprint and the geometry of KV blocks. A prefill and a decode worker pair only when
 their signatures are equal; the fields stay readable, so that a refusal can say which of them differ.
@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 from pdserve.errors import ModelError
 
 KV_LAYOUT_VERSION = 1
-"""Of `[num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]`."""
+"""Raised when the layout `[num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]` changes."""
 
 _TEXT_FILES = (
     "config.json",
@@ -42,7 +42,7 @@ _WHOLE_FILE_BYTES = 4 << 20
 _SAMPLE_BYTES = 512
 _SAMPLES_PER_TENSOR = 3
 _SAMPLES_PER_FILE = 512
-"""Of a weight file without a safetensors header."""
+"""Samples of a weight file without a safetensors header, evenly spaced."""
 
 
 def model_fingerprint(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""From what a user names to a local Hugging Face folder. Torch-free: models are made in a process of their own."""
+"""Finds the local Hugging Face folder for what a user names. Torch-free: models are made in other processes."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ ARCHITECTURES = tuple(_ARCHITECTURES)
 _MATRIX_STD = 0.3
 _VECTOR_STD = 0.2
 _SPECIAL_TOKEN_SCALE = 0.1
-"""Of their output rows: their logits lie near 0, far below the best of the others."""
+"""Factor on the output rows of special tokens: their logits lie near 0, far below the best of the others."""
 
 
 def make_model(path: Path, arch: str, seed: int) -> Path:

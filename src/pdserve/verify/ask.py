@@ -18,7 +18,7 @@ _TIMEOUT_S = 300.0
 
 @dataclass(frozen=True, slots=True)
 class ServiceAnswer:
-    """What a client gets."""
+    """An answer as a client gets it."""
 
     token_ids: tuple[int, ...] = ()
     finish_reason: str | None = None

@@ -14,7 +14,7 @@ from typing import Protocol
 MAX_TIE_GAP = 1e-4
 """Logits; rounding of fp32 in another order of summation moves them by about 1e-6."""
 MAX_TIE_RATIO = 0.01
-"""Of the prompts: more ties than that are no accident."""
+"""Ties per prompt at most: more of them are no accident."""
 
 
 class Verdict(enum.Enum):
@@ -31,7 +31,7 @@ class Comparison:
 
     verdict: Verdict
     num_tokens: int
-    """Tokens compared."""
+    """Number of tokens that were compared."""
     detail: str = ""
 
 
@@ -98,7 +98,7 @@ class Tally:
     num_ties: int = 0
 
     def add(self, comparison: Comparison) -> None:
-        """Count one prompt."""
+        """Count the comparison of one prompt."""
         self.num_prompts += 1
         self.num_tokens += comparison.num_tokens
         self.num_mismatches += comparison.verdict is Verdict.MISMATCH

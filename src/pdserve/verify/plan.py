@@ -45,7 +45,7 @@ class Stage:
 
     @property
     def num_chats(self) -> int:
-        """Of the prompts, sent as chats."""
+        """How many of the prompts are sent as chats."""
         return max(1, self.num_prompts // 10)
 
 
@@ -62,8 +62,10 @@ def parse_stages(argv: list[str] | None) -> list[Stage]:
     parser.add_argument("--full", action="store_true", help="tiny model: all transports, cold and warm; then demo")
     parser.add_argument("--model", help="demo, tiny, a folder, …; with --full: this one instead of tiny and demo")
     parser.add_argument("--executor", default="auto", help="as the setting EXECUTOR")
-    parser.add_argument("--transport", choices=("auto", "nixl", "tcp"), help="only this one")
-    parser.add_argument("--prompts", type=int, metavar="N", help=f"default {_PLAIN_PROMPTS}, full {_FULL_PROMPTS}")
+    parser.add_argument("--transport", choices=("auto", "nixl", "tcp"), help="verify over this transport only")
+    parser.add_argument(
+        "--prompts", type=int, metavar="N", help=f"number of prompts: default {_PLAIN_PROMPTS}, full {_FULL_PROMPTS}"
+    )
     args = parser.parse_args(argv)
     if args.prompts is not None and args.prompts < 1:
         raise SettingError("--prompts", args.prompts, "at least 1")

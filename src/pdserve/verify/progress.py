@@ -13,17 +13,17 @@ from typing import TextIO, TypeVar
 Item = TypeVar("Item")
 
 _LINE_INTERVAL_S = 20.0
-"""Between the lines of a counter."""
+"""Seconds between the lines of a counter."""
 
 
 class Progress:
-    """Writes to one stream."""
+    """Lines and counters on one stream."""
 
     def __init__(self, out: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
         self._out, self._is_terminal, self._clock = out, out.isatty(), clock
 
     def line(self, text: str) -> None:
-        """A line that stays."""
+        """Write a line that stays."""
         self._out.write(("\r\x1b[K" if self._is_terminal else "") + text + "\n")
         self._out.flush()
 

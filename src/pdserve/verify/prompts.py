@@ -13,7 +13,7 @@ from dataclasses import dataclass
 _SENTENCES = {
     "english": (
         "The river had been rising since the early morning.",
-        "Nobody in the harbour could say where the ship came from.",
+        "No one in the harbour could say where the ship came from.",
         "A good proof is short, but it is never in a hurry.",
         "She counted the lamps along the bridge and found one missing.",
         "Tomorrow the market opens an hour later than usual.",
@@ -51,7 +51,7 @@ class VerifyPrompt:
 
     name: str
     token_ids: tuple[int, ...]
-    """Of a chat: what the reference's own chat template makes of the message."""
+    """The prompt as ids; a chat's are what the reference's own chat template makes of the message."""
     message: str | None = None
 
 
@@ -82,14 +82,14 @@ def text_of(kind: str, num_characters: int, draw: random.Random) -> str:
 def token_prompts(
     encode: Callable[[str], list[int]], num_prompts: int, max_tokens: int, block_size: int, seed: int = 0
 ) -> list[VerifyPrompt]:
-    """Prompts for completions.
+    """Prompts for completions, each with its share of kinds of text and of lengths.
 
     Args:
         encode: text to ids, without special tokens.
         num_prompts: how many.
         max_tokens: length of the longest.
         block_size: tokens of one KV block.
-        seed: of the texts.
+        seed: equal seeds give equal texts.
     """
     prompts = []
     for i, length in enumerate(lengths(num_prompts, max_tokens, block_size)):

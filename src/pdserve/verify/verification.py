@@ -49,7 +49,7 @@ class Verification:
         return self.tally.is_ok and self._ledgers_are_ok
 
     def run(self, stage: Stage) -> None:
-        """Verify one stage.
+        """Verify one stage: start its service, compare every answer, look at the ledgers.
 
         Raises:
             PdserveError: the model or the service cannot be had.
