@@ -21,7 +21,7 @@ from pdserve.operator.cluster.pod_answers import PodAnswers
 from pdserve.operator.cluster.policies import Policies, PolicyInEffect
 from pdserve.operator.cluster.scaler import Scaler, needs_owner_of_replicas
 from pdserve.operator.facts import ClusterFacts, Owner
-from pdserve.operator.names import API_VERSION, FIELD_MANAGER, GATEWAY, POOLS, PREFILL, REDIS
+from pdserve.operator.names import API_VERSION, FIELD_MANAGER, GATEWAY, POOLS, REDIS
 from pdserve.operator.objects.deployments import deployment, with_replicas
 from pdserve.operator.objects.plan import Plan, plan_of, with_owner
 from pdserve.operator.report import Outcome, status_facts
@@ -70,9 +70,7 @@ class ServiceReconciler:
         try:
             spec = read_service(service)
             policy = await self._policies.read(spec.policy)
-            known = policy.policy
-            hold = (known.hold_requests, known.hold_timeout_s) if spec.pools[PREFILL].min == 0 else None
-            plan = plan_of(spec, self._owner, self._facts, hold)
+            plan = plan_of(spec, self._owner, self._facts, policy.policy)
             return await self._bring_about(service, spec, plan, policy)
         except SpecError as error:
             await self._refuse(service, Reason.INVALID_SPEC, f"{error}.")

@@ -142,7 +142,7 @@ class Kube:
             elif status == 429 or status >= 500:
                 await asyncio.sleep(_pause_s(retry_after, attempt))
             else:
-                return _answer(status, text, f"{verb} {path}")
+                return answer_of(status, text, f"{verb} {path}")
         raise ClusterError(f"{verb} {path}: the API server said {status} {_TRIES} times")
 
     async def _session_of(self, credentials: Credentials) -> aiohttp.ClientSession:
@@ -201,12 +201,18 @@ def _pause_s(retry_after: str, attempt: int) -> float:
     return min(_MAX_PAUSE_S, float(retry_after) if retry_after.isdecimal() else 0.5 * 2.0**attempt)
 
 
-def _answer(status: int, text: str, what: str) -> Json:
+def answer_of(status: int, text: str, what: str) -> Json:
+    """The object in an answer.
+
+    Raises:
+        GoneError, ConflictError, RefusedError: the server says so, in `reason` and status.
+    """
     body: Json = json.loads(text) if text.startswith("{") else {}
     if status < 400:
         return body
     message = f"{what}: {body.get('message', status)}"
-    if status == 404 or "is being terminated" in message:
+    causes = (body.get("details") or {}).get("causes") or []
+    if status == 404 or any(cause.get("reason") == "NamespaceTerminating" for cause in causes):
         raise GoneError(message)
     if status == 409:
         raise ConflictError(message)

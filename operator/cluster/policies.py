@@ -15,8 +15,6 @@ class PolicyInEffect:
     """The policy that counts now, and why it is not the one that was asked for."""
 
     policy: Policy
-    name: str | None = None
-    """Name of the ScalingPolicy; None when the service refers to none."""
     problem: str | None = None
 
 
@@ -38,5 +36,5 @@ class Policies:
             kind = "does not exist" if isinstance(error, GoneError) else f"is refused ({error})"
             known = "the last known one" if self._last else "the default policy"
             problem = f"ScalingPolicy {name} {kind}: {known} is in effect."
-            return PolicyInEffect(self._last or read_policy({}), name, problem)
-        return PolicyInEffect(self._last, name)
+            return PolicyInEffect(self._last or read_policy({}), problem)
+        return PolicyInEffect(self._last)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from pdserve.operator.api.policy import Policy, read_policy
 from pdserve.operator.api.spec import ServiceSpec, SpecError
 from pdserve.operator.digest import digest_of
 from pdserve.operator.facts import ClusterFacts, Owner
@@ -35,8 +36,8 @@ class Plan:
     has_managed_redis: bool
 
 
-def plan_of(spec: ServiceSpec, owner: Owner, facts: ClusterFacts, hold: tuple[int, float] | None = None) -> Plan:
-    """All objects of a service; `hold`: (requests, seconds) that gateways hold while there are no workers.
+def plan_of(spec: ServiceSpec, owner: Owner, facts: ClusterFacts, policy: Policy | None = None) -> Plan:
+    """All objects of a service; `policy`: its ScalingPolicy, else the default one.
 
     Raises:
         SpecError: the two pools could never exchange KV blocks.
@@ -47,7 +48,7 @@ def plan_of(spec: ServiceSpec, owner: Owner, facts: ClusterFacts, hold: tuple[in
         raise SpecError(wrong)
     signature = kv_signature(spec, PREFILL, image)
     bus = redis_env(spec)
-    gateway_map = _settings_map(spec.name, GATEWAY, gateway_settings(spec, owner.namespace, hold))
+    gateway_map = _settings_map(spec.name, GATEWAY, gateway_settings(spec, owner.namespace, policy or read_policy({})))
     maps = {role: _settings_map(spec.name, role, worker_settings(spec, owner.namespace, role)) for role in spec.pools}
     pools = {
         role: worker_template(spec, pool, image, _name(maps[role]), bus, signature) for role, pool in spec.pools.items()

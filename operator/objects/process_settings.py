@@ -5,8 +5,9 @@ Values that differ between pods of one role (addresses, ids) and secrets are no 
 
 from __future__ import annotations
 
+from pdserve.operator.api.policy import Policy
 from pdserve.operator.api.spec import PoolSpec, ServiceSpec
-from pdserve.operator.names import API_PORT, DECODE, METRICS_PORT
+from pdserve.operator.names import API_PORT, DECODE, METRICS_PORT, PREFILL
 
 HOME = "/var/cache/pdserve"
 """Cache of downloaded and converted models in every container."""
@@ -16,8 +17,9 @@ CLAIM_FOLDER = "/var/cache/models"
 Value = str | int | float | bool | None
 
 
-def gateway_settings(spec: ServiceSpec, namespace: str, hold: tuple[int, float] | None) -> dict[str, str]:
-    """Settings of the gateway; `hold`: (requests, seconds) that are held while there are no workers."""
+def gateway_settings(spec: ServiceSpec, namespace: str, policy: Policy) -> dict[str, str]:
+    """Settings of the gateway; with pools that may be empty it holds requests as the policy says."""
+    holds = spec.pools[PREFILL].min == 0
     return _texts(
         _shared(spec, namespace)
         | {
@@ -33,8 +35,8 @@ def gateway_settings(spec: ServiceSpec, namespace: str, hold: tuple[int, float] 
             "KV_LEASE_S": spec.lease_s,
             "TTFT_SLO_S": spec.ttft_s,
             "TPOT_SLO_S": spec.tpot_s,
-            "HOLD_REQUESTS": hold[0] if hold else None,
-            "HOLD_TIMEOUT_S": hold[1] if hold else None,
+            "HOLD_REQUESTS": policy.hold_requests if holds else None,
+            "HOLD_TIMEOUT_S": policy.hold_timeout_s if holds else None,
         }
     )
 

@@ -114,7 +114,7 @@ class WireTransports:
         if read is None or ticket in self._aborted:
             return
         self._aborted.add(ticket)
-        outcome = PullOutcome(ticket, ok=False, reason=TransferReason.ABORTED, is_terminal=not self.holds)
+        outcome = PullOutcome(ticket, reason=TransferReason.ABORTED, is_terminal=not self.holds)
         if not self.holds:
             del self.reads[ticket]
         asyncio.get_running_loop().call_soon(read.on_end, outcome)
@@ -130,11 +130,11 @@ class WireTransports:
             return
         if read.ticket in self._aborted:
             self._copy(read)
-            read.on_terminal(PullOutcome(read.ticket, ok=False, reason=TransferReason.ABORTED))
+            read.on_terminal(PullOutcome(read.ticket, reason=TransferReason.ABORTED))
             return
         reason = self._copy(read)
         num_bytes = 0 if reason else len(read.local_ids) * bytes_view(self._kv_cache).shape[1]
-        read.on_end(PullOutcome(read.ticket, ok=reason is None, reason=reason, num_bytes=num_bytes))
+        read.on_end(PullOutcome(read.ticket, reason=reason, num_bytes=num_bytes))
 
     def _copy(self, read: Read) -> TransferReason | None:
         peer = self._wire.sides.get(read.descriptor.peer)

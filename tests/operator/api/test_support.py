@@ -112,7 +112,7 @@ def service(spec: Json) -> ServiceSpec:
 def effects(spec: ServiceSpec, policy: Policy) -> list[Any]:
     """All that is made, decided and read because of a spec and a policy; the condition apart."""
     owner, live = Owner("chat", "shop", "u"), Live({}, [])
-    plan = plan_of(spec, owner, FACTS, (policy.hold_requests, policy.hold_timeout_s))
+    plan = plan_of(spec, owner, FACTS, policy)
     later, state = decide(observation(live), spec, policy, ScalingState(), 0.0)
     looks = [bool(decide(observation(live), spec, policy, state, now_s)[0]) for now_s in (4.0, 6.0, 34.0)]
     return [plan, rollout_seen(spec, plan, live, 0.0), later, looks, spec.policy, spec.scaling]
@@ -148,7 +148,9 @@ def test_a_field_without_which_a_service_would_not_be_what_was_asked_for_is_refu
 @pytest.mark.parametrize("path", sorted(POLICY_FIELDS))
 def test_a_field_of_a_policy_has_an_effect_or_is_told(path: str) -> None:
     before = ALSO.get(path, {})
-    spec = service({"model": {"source": "demo"}, "scaling": {"policyRef": "nightly"}})
+    empty = {"min": 0}
+    named = {"policyRef": "nightly"}
+    spec = service({"model": {"source": "demo"}, "prefill": empty, "decode": empty, "scaling": named})
     policy = read_policy(changed(before, path, other_value(path, POLICY_FIELDS[path])))
     has_effect = effects(spec, policy) != effects(spec, read_policy(before))
     condition = told(spec, policy)

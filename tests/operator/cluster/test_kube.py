@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import pytest
 from api_server import FixedLogin, running
 
 from pdserve.operator.cluster.credentials import ClusterError
-from pdserve.operator.cluster.kube import ConflictError, GoneError, Kube, RefusedError, path_of
+from pdserve.operator.cluster.kube import ConflictError, GoneError, Kube, RefusedError, answer_of, path_of
 
 POD = path_of("v1", "Pod", "shop", "p")
 
@@ -37,6 +38,15 @@ async def test_other_refusals_are_told_apart_and_not_repeated(status: int, error
         with pytest.raises(error):
             await kube.get(POD)
         assert len(server.requests) == 1
+
+
+def test_an_object_of_a_namespace_that_is_going_is_gone() -> None:
+    causes = [{"reason": "NamespaceTerminating", "field": "metadata.namespace"}]
+    refusal = {"reason": "Forbidden", "message": "…", "details": {"causes": causes}}
+    with pytest.raises(GoneError):
+        answer_of(403, json.dumps(refusal), "POST /")
+    with pytest.raises(RefusedError):
+        answer_of(403, json.dumps(refusal | {"details": {}}), "POST /")
 
 
 async def test_a_server_that_is_away_is_a_cluster_error() -> None:

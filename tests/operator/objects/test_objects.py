@@ -11,6 +11,7 @@ import yaml
 
 from pdserve.commands.render import main as render
 from pdserve.errors import SettingError
+from pdserve.operator.api.policy import read_policy
 from pdserve.operator.api.spec import SpecError, read_service
 from pdserve.operator.facts import ClusterFacts, Owner
 from pdserve.operator.objects.overlay import apply_overlay
@@ -198,10 +199,16 @@ def test_pools_of_different_signatures_are_refused() -> None:
 
 
 def test_scale_to_zero_lets_gateways_hold_requests() -> None:
-    spec = read_service({"metadata": {"name": "chat"}, "spec": {"model": {"source": "demo"}}})
-    made = plan_of(spec, OWNER, ClusterFacts(), hold=(50, 90.0))
-    env = env_of(made, "gateway")
+    empty = {"min": 0}
+    spec = read_service(
+        {"metadata": {"name": "chat"}, "spec": {"model": {"source": "demo"}, "prefill": empty, "decode": empty}}
+    )
+    policy = read_policy({"scaleToZero": {"holdRequests": 50, "holdTimeout": "90s"}})
+    env = env_of(plan_of(spec, OWNER, ClusterFacts(), policy), "gateway")
     assert (env["PDS_HOLD_REQUESTS"], env["PDS_HOLD_TIMEOUT_S"]) == ("50", "90")
+    by_default = env_of(plan_of(spec, OWNER, ClusterFacts()), "gateway")
+    assert (by_default["PDS_HOLD_REQUESTS"], by_default["PDS_HOLD_TIMEOUT_S"]) == ("100", "120")
+    assert "PDS_HOLD_REQUESTS" not in env_of(plan(), "gateway")
 
 
 def test_an_overlay_merges_lists_by_name_and_null_removes() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -207,6 +209,11 @@ def test_refused_pods_are_not_waited_for() -> None:
     failure = {"type": "ReplicaFailure", "status": "True", "message": "exceeded quota"}
     health = health_of(deployment={"status": {"conditions": [failure]}})
     assert health.reason == "CannotCreatePods"
+
+
+def test_the_documentation_says_what_to_do_about_every_reason() -> None:
+    table = (Path(__file__).parents[3] / "docs" / "kubernetes.md").read_text(encoding="utf-8")
+    assert [reason for reason in Reason if not re.search(rf"^\| .*`{reason}`.* \|.*\|.*\|$", table, re.MULTILINE)] == []
 
 
 def test_a_pool_of_none_is_ready() -> None:
