@@ -6,22 +6,19 @@ from collections.abc import Iterable
 
 from prometheus_client import Counter, Gauge, Histogram
 
+from pdserve.reasons import CancelReason, Ending, FailReason, Phase
+
 BLOCK_STATES = ("free", "cached", "owned", "leased", "receiving", "quarantined")
-FINISH_REASONS = ("stop", "length", "tool_calls", "cancelled", "error")
+FINISH_REASONS = tuple(Ending)
 CODES = (200, 400, 401, 403, 404, 405, 408, 413, 415, 422, 429, 499, 500, 501, 503, 504)
 """HTTP statuses sent; 499: the client left before there was one."""
 TTFT_STAGES = ("frontend", "queue", "schedule", "prefill", "publish")
-CANCEL_REASONS = ("client", "slow_client", "deadline", "shutdown")
+CANCEL_REASONS = (CancelReason.CLIENT, CancelReason.SLOW_CLIENT, CancelReason.DEADLINE, CancelReason.SHUTDOWN)
+"""Why a whole request is cancelled; the other reasons are between gateway and workers."""
 SHED_REASONS = ("queue_requests", "queue_tokens", "predicted_wait", "no_pair", "hold_timeout", "draining")
-PHASES = ("queued", "prefill", "handoff", "decode")
-"""Where a sequence was when something happened to it."""
-FAILED_REASONS = (
-    "no_capacity", "draining", "handoff_timeout", "handoff_failed", "integrity", "prefill_failed", "no_token0",
-    "prefill_timeout", "deadline", "too_long", "fingerprint", "schema", "step_failed", "restarting", "cancelled",
-)  # fmt: skip
-"""Reasons of the message Failed."""
-REDISPATCH_REASONS = (*FAILED_REASONS, "worker_gone", "lost", "no_progress", "divergence")
-"""lost: absent from two rosters."""
+PHASES = tuple(Phase)
+REDISPATCH_REASONS = tuple(reason for reason in FailReason if reason is not FailReason.OTHER)
+"""A reason of a newer worker counts as `lost`."""
 JOB_RESULTS = ("accepted", "rejected", "finished", "failed", "cancelled")
 HANDOFF_REJECTIONS = ("unknown", "stale", "nonce", "generation", "geometry", "schema")
 LATE_REASONS = ("unknown", "cancelled", "finished", "stale", "nonce", "generation")
