@@ -29,9 +29,10 @@ from prometheus_client import CollectorRegistry
 from pdserve.bus.bus import Bus
 from pdserve.bus.reader import StreamReader
 from pdserve.bus.registry import Registry, RegistryView
-from pdserve.gateway import process
 from pdserve.gateway.app import create_app
 from pdserve.gateway.counting import GatewayCounting
+from pdserve.gateway.dispatch.from_settings import dispatcher_from
+from pdserve.gateway.generation.request import Sender
 from pdserve.gateway.http.system_routes import SystemView
 from pdserve.gateway.openai.frontend import Frontend
 from pdserve.gateway.text.chat_prompt import ChatPrompts
@@ -127,10 +128,11 @@ class ScriptedWorker:
 
     bus: Bus
     role: Role
+    fingerprint: str
 
     @property
     def registration(self) -> WorkerRegistration:
-        """What it announces: plenty of room."""
+        """What it announces: a ready worker with plenty of room."""
         return WorkerRegistration(
             worker_id=self.role.value,
             role=self.role,
@@ -147,8 +149,6 @@ class ScriptedWorker:
             window=10_000,
             load=WorkerLoad(num_available_blocks=1000),
         )
-
-    fingerprint: str = ""
 
     async def run(self) -> None:
         """Register once, for long enough, and answer jobs until cancelled."""
@@ -193,13 +193,13 @@ async def serving(redis_url: str, model: Path) -> AsyncIterator[str]:
     bus, workers_bus = (Bus(redis_url, settings.service, timeout_s=settings.bus_timeout_s) for _ in range(2))
     view = RegistryView(bus, settings.heartbeat_s)
     counting = GatewayCounting(GatewayMetrics(CollectorRegistry(), model="tiny"))
-    dispatcher = process._dispatcher(bus, view, card, GATEWAY_ID, settings, counting)
+    dispatcher = dispatcher_from(settings, bus, view, Sender(GATEWAY_ID, card.fingerprint), counting)
+    is_ready = asyncio.Event()
+    view.on_change(lambda: is_ready.set() if dispatcher.readiness.ready else None)
     with ThreadPoolExecutor(2) as executor:
         prompts = ChatPrompts.load(card.path, card.chat_template)
         frontend = Frontend(card, prompts, dispatcher, executor, draw_seed=lambda: 1, observer=counting)
-        system = SystemView(
-            is_ready=lambda: dispatcher.is_ready, is_draining=lambda: False, render_metrics=lambda: (b"", "text/plain")
-        )
+        system = SystemView(readiness=lambda: dispatcher.readiness, render_metrics=lambda: (b"", "text/plain"))
         sock = listen("127.0.0.1", 0)
         server = HttpServer(create_app(frontend, system), sock)
         workers = [ScriptedWorker(workers_bus, role, card.fingerprint) for role in Role]
@@ -208,8 +208,7 @@ async def serving(redis_url: str, model: Path) -> AsyncIterator[str]:
         parts = [view.run(), dispatcher.run(), server.run(), *(worker.run() for worker in workers)]
         tasks = [asyncio.create_task(part) for part in parts]
         try:
-            while not dispatcher.is_ready:
-                await asyncio.sleep(0.01)
+            await is_ready.wait()
             yield url_of(sock)
         finally:
             for task in tasks:

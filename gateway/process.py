@@ -16,23 +16,19 @@ import secrets
 import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import cast
 
 from prometheus_client import CollectorRegistry
 
 from pdserve.bus.bus import Bus
 from pdserve.bus.registry import Registry, RegistryView
-from pdserve.errors import BusError, SettingError
+from pdserve.errors import BusError
 from pdserve.faults import Faults
 from pdserve.gateway.app import create_app, create_system_app
 from pdserve.gateway.counting import GatewayCounting
-from pdserve.gateway.dispatch.admission import AdmissionLimits
-from pdserve.gateway.dispatch.dispatch_loop import WaitLimits
-from pdserve.gateway.dispatch.dispatcher import Dispatcher
-from pdserve.gateway.dispatch.outcomes import RetryLimits
+from pdserve.gateway.dispatch.from_settings import dispatcher_from
+from pdserve.gateway.generation.request import Sender
 from pdserve.gateway.http.system_routes import SystemView
 from pdserve.gateway.openai.frontend import Frontend, FrontendLimits
-from pdserve.gateway.routing.disaggregation import Disaggregation, Mode
 from pdserve.gateway.text.chat_prompt import ChatPrompts
 from pdserve.http_server import HttpServer, url_of
 from pdserve.log import get_logger
@@ -62,7 +58,8 @@ class GatewayProcess:
         self._view = RegistryView(self._bus, settings.heartbeat_s)
         ProcessMetrics(self._collectors, self._bus)
         counting = GatewayCounting(_metrics(self._collectors, settings, card))
-        self._dispatcher = _dispatcher(self._bus, self._view, card, gateway_id, settings, counting)
+        sender = Sender(gateway_id, card.fingerprint)
+        self._dispatcher = dispatcher_from(settings, self._bus, self._view, sender, counting)
         # Encoding releases the interpreter lock; a few more threads than cores let short prompts pass long ones.
         self._executor = ThreadPoolExecutor(2 + (os.cpu_count() or 2), thread_name_prefix="text")
         self._frontend = Frontend(
@@ -127,10 +124,8 @@ class GatewayProcess:
         return servers
 
     def _system_view(self, *, is_shared: bool) -> SystemView:
-        frontend = self._frontend
         return SystemView(
-            is_ready=lambda: self._dispatcher.is_ready,
-            is_draining=lambda: frontend.is_draining,
+            readiness=lambda: self._dispatcher.readiness,
             render_metrics=lambda: render(self._collectors),
             faults=self._faults,
             other_metrics_urls=self._metrics_urls if is_shared else list,
@@ -181,57 +176,6 @@ def _metrics(collectors: CollectorRegistry, settings: GatewaySettings, card: Mod
         tpot_slo_s=settings.tpot_slo_s,
         handoff_slo_s=settings.handoff_slo_s,
     )
-
-
-def _dispatcher(
-    bus: Bus,
-    view: RegistryView,
-    card: ModelCard,
-    gateway_id: str,
-    settings: GatewaySettings,
-    counting: GatewayCounting,
-) -> Dispatcher:
-    return Dispatcher(
-        bus,
-        view,
-        card.fingerprint,
-        gateway_id=gateway_id,
-        eos_token_ids=card.eos_token_ids,
-        retry_limits=RetryLimits(
-            max_attempts=settings.max_attempts,
-            kv_lease_s=settings.kv_lease_s,
-            progress_timeout_s=settings.progress_timeout_s,
-            roster_grace_s=settings.heartbeat_s,
-        ),
-        admission_limits=AdmissionLimits(
-            max_queue_requests=settings.max_queue_requests,
-            max_queue_tokens=settings.max_queue_tokens,
-            max_held_requests=settings.hold_requests,
-            bus_timeout_s=settings.bus_timeout_s,
-        ),
-        wait_limits=WaitLimits(
-            bus_timeout_s=settings.bus_timeout_s,
-            hold_timeout_s=settings.hold_timeout_s,
-            redispatch_wait_s=settings.redispatch_wait_s,
-            is_holding=settings.hold_requests > 0,
-        ),
-        disaggregation=disaggregation_of(settings),
-        observer=counting,
-    )
-
-
-def disaggregation_of(settings: GatewaySettings) -> Disaggregation:
-    """LOCAL_PREFILL=never leaves prefill workers only.
-
-    Raises:
-        SettingError: then nobody would be left.
-    """
-    mode = settings.disaggregation
-    if settings.local_prefill == "never":
-        if mode == "never":
-            raise SettingError("LOCAL_PREFILL", "never", "auto, for with DISAGGREGATION=never nobody else prefills")
-        mode = "always"
-    return Disaggregation(cast(Mode, mode), settings.min_remote_tokens)
 
 
 def _limits(settings: GatewaySettings) -> FrontendLimits:

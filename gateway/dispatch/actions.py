@@ -1,4 +1,4 @@
-"""What a sequence's state machine asks of the edge (dispatcher.py): plain data, performed in order."""
+"""What a sequence's state machine asks of its surroundings: plain data, performed in order by exchange.py."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pdserve.errors import RequestError
 from pdserve.gateway.generation.request import FinishedEvent, TokensEvent
 from pdserve.messages import Message
-from pdserve.reasons import FailReason
+from pdserve.reasons import FailReason, Phase
 from pdserve.registration import WorkerRef
 
 
@@ -35,8 +35,8 @@ class WantDecode:
 class Requeue:
     """The attempt is over; the sequence waits for another pair, ahead of new requests."""
 
-    phase: str
-    """Where the attempt was: prefill | handoff | decode."""
+    phase: Phase
+    """Where the attempt was: in prefill, hand-off or decode."""
     reason: FailReason
     not_before_s: float
 

@@ -1,4 +1,4 @@
-"""The door: what is refused before it waits. Pure.
+"""Admission: what is refused before it waits. Pure.
 
 400: can never fit, with the three numbers. 429: the queue is full, or waiting would outlast the deadline.
 503: no workers for it, or no bus (unless requests are held for a pool that scales from zero).
@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 
 from pdserve.errors import InvalidRequestError, OverloadedError, RequestError, UnavailableError
@@ -16,9 +17,22 @@ UNAVAILABLE_RETRY_S = 2.0
 """A registration needs about a heartbeat to be seen."""
 
 
+class RefusalReason(enum.StrEnum):
+    """Why a request is not let in."""
+
+    TOO_LONG = "too_long"
+    DRAINING = "draining"
+    BUS = "bus"
+    NO_WORKERS = "no_workers"
+    QUEUE_REQUESTS = "queue_requests"
+    QUEUE_TOKENS = "queue_tokens"
+    STREAM_FULL = "stream_full"
+    DEADLINE = "deadline"
+
+
 @dataclass(frozen=True, slots=True)
 class AdmissionLimits:
-    """Bounds of the queue."""
+    """Bounds of what may wait in one gateway."""
 
     max_queue_requests: int = GatewaySettings.max_queue_requests
     max_queue_tokens: int = GatewaySettings.max_queue_tokens
@@ -28,8 +42,8 @@ class AdmissionLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class AdmissionView:
-    """What the door sees of the service at the moment a request arrives."""
+class ServiceView:
+    """What admission sees of the service at the moment a request arrives."""
 
     now_s: float
     num_queued_requests: int
@@ -43,9 +57,9 @@ class AdmissionView:
     num_tokens_ahead: int
     """Prompt tokens that are queued here or outstanding at prefill workers."""
     prefill_tokens_per_s: float
-    """Of all prefill workers together; 0: not measured."""
+    """The rate of all prefill workers together; 0: not measured."""
     bus_down_s: float
-    """For how long the bus has been away; 0: it is there."""
+    """Time since the bus went away; 0: it is there."""
     is_draining: bool
 
     @property
@@ -58,17 +72,17 @@ class AdmissionView:
 class Refusal:
     """A request is not let in: `reason` for the metric, `error` for the client."""
 
-    reason: str
+    reason: RefusalReason
     error: RequestError
 
 
-def check(request: GenerationRequest, view: AdmissionView, limits: AdmissionLimits) -> Refusal | None:
+def check(request: GenerationRequest, view: ServiceView, limits: AdmissionLimits) -> Refusal | None:
     """None: the request may come in and wait."""
     return _check_fit(request, view) or _check_service(view, limits) or _check_load(request, view, limits)
 
 
 def no_workers_error() -> UnavailableError:
-    """There is nobody to serve a request."""
+    """No worker is there to serve a request."""
     return UnavailableError(
         "The workers that this request needs are not ready; try again later.",
         code="no_workers",
@@ -77,7 +91,7 @@ def no_workers_error() -> UnavailableError:
 
 
 def bus_error() -> UnavailableError:
-    """Workers cannot be reached."""
+    """Workers cannot be reached, for the bus is away."""
     return UnavailableError(
         "The service cannot reach its workers at the moment; try again later.",
         code="bus_unavailable",
@@ -92,7 +106,7 @@ def shutdown_error() -> UnavailableError:
     )
 
 
-def _check_fit(request: GenerationRequest, view: AdmissionView) -> Refusal | None:
+def _check_fit(request: GenerationRequest, view: ServiceView) -> Refusal | None:
     num_prompt, max_tokens, limit = len(request.prompt_token_ids), request.sampling.max_tokens, view.max_total_tokens
     if limit is None or num_prompt + max_tokens <= limit:
         return None
@@ -102,33 +116,33 @@ def _check_fit(request: GenerationRequest, view: AdmissionView) -> Refusal | Non
         param="max_tokens" if num_prompt < limit else "prompt",
         code="context_length_exceeded",
     )
-    return Refusal("too_long", error)
+    return Refusal(RefusalReason.TOO_LONG, error)
 
 
-def _check_service(view: AdmissionView, limits: AdmissionLimits) -> Refusal | None:
+def _check_service(view: ServiceView, limits: AdmissionLimits) -> Refusal | None:
     if view.is_draining:
-        return Refusal("draining", shutdown_error())
+        return Refusal(RefusalReason.DRAINING, shutdown_error())
     if view.bus_down_s > limits.bus_timeout_s:
-        return Refusal("bus", bus_error())
+        return Refusal(RefusalReason.BUS, bus_error())
     if not view.has_workers and view.num_queued_requests >= limits.max_held_requests:
-        return Refusal("no_workers", no_workers_error())
+        return Refusal(RefusalReason.NO_WORKERS, no_workers_error())
     return None
 
 
-def _check_load(request: GenerationRequest, view: AdmissionView, limits: AdmissionLimits) -> Refusal | None:
+def _check_load(request: GenerationRequest, view: ServiceView, limits: AdmissionLimits) -> Refusal | None:
     num_tokens = view.num_queued_tokens + len(request.prompt_token_ids)
     if view.num_queued_requests >= limits.max_queue_requests:
-        return _overloaded("queue_requests", "too many requests are waiting", view)
+        return _overloaded(RefusalReason.QUEUE_REQUESTS, "too many requests are waiting", view)
     if view.num_queued_requests and num_tokens > limits.max_queue_tokens:
-        return _overloaded("queue_tokens", "too many prompt tokens are waiting", view)
+        return _overloaded(RefusalReason.QUEUE_TOKENS, "too many prompt tokens are waiting", view)
     if view.is_stream_full:
-        return _overloaded("stream_full", "the workers do not keep up with their messages", view)
+        return _overloaded(RefusalReason.STREAM_FULL, "the workers do not keep up with their messages", view)
     if view.now_s + view.predicted_wait_s > request.deadline_s:
-        return _overloaded("deadline", "the wait would outlast the request's deadline", view)
+        return _overloaded(RefusalReason.DEADLINE, "the wait would outlast the request's deadline", view)
     return None
 
 
-def _overloaded(reason: str, why: str, view: AdmissionView) -> Refusal:
+def _overloaded(reason: RefusalReason, why: str, view: ServiceView) -> Refusal:
     error = OverloadedError(
         f"The service is overloaded: {why}. Try again later.",
         code="overloaded",

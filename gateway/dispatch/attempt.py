@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pdserve.messages import AttemptKey, Cancel, Finished, ResendTokens
-from pdserve.reasons import CancelReason
+from pdserve.messages import AttemptKey, Finished
+from pdserve.reasons import SequenceState
 from pdserve.registration import WorkerRef
 
 
 @dataclass(slots=True, eq=False)
 class Assignment:
-    """A job at a worker."""
+    """A job of an attempt at one worker."""
 
     worker: WorkerRef
     sent_s: float
     epoch: int
     """Which life of the bus the job was sent in."""
-    state: str
-    """The sequence's state there, as far as known: waiting | running | leased | receiving | preempted | finished."""
+    state: SequenceState
+    """The sequence's state there, as far as it is known."""
     num_sends: int = 1
     is_seen: bool = False
     """The worker has spoken of this attempt."""
@@ -29,6 +29,17 @@ class Assignment:
     num_absences: int = 0
     """Consecutive rosters without this attempt."""
     last_absence_s: float = float("-inf")
+
+    def is_missed_again(self, now_s: float, since_s: float, grace_s: float) -> bool:
+        """Count a roster without this attempt: whether it is the second one in a row.
+
+        A roster that may be older than `since_s` does not count, and a doubled one not twice.
+        """
+        if now_s - since_s < grace_s or now_s - self.last_absence_s < grace_s / 2:
+            return False
+        self.num_absences += 1
+        self.last_absence_s = now_s
+        return self.num_absences >= 2
 
 
 @dataclass(slots=True, eq=False)
@@ -52,60 +63,23 @@ class Attempt:
     refused: set[WorkerRef] = field(default_factory=set)
     """Decode workers that had this attempt: they keep a tombstone and must not be asked for it again."""
     finish: Finished | None = None
-    """Received, but tokens below its count are still missing."""
+    """Finished as it was received, while tokens below its count are still missing."""
     finisher: Assignment | None = None
-    """Who sent `finish`."""
+    """The assignment whose worker sent `finish`."""
     last_resend_s: float = float("-inf")
 
-    @property
-    def wants_decode(self) -> bool:
-        """Whether a decode worker is to be chosen now."""
-        return (
-            self.prefill is not None
-            and self.is_started
-            and self.will_decode
-            and self.decode is None
-            and self.finish is None
-        )
+    def is_at(self, worker: WorkerRef) -> bool:
+        """Whether this worker has a job of the attempt, given up or not."""
+        return any(job is not None and job.worker == worker for job in (self.prefill, self.decode))
 
     @property
     def needs_prefill(self) -> bool:
         """Whether the attempt cannot go on without what the prefill worker holds, as far as the gateway can tell."""
         return self.prefill is not None and (self.token0_s is None or self.decode is None)
 
-    def holder(self, worker: WorkerRef) -> Assignment | None:
-        """The current assignment of this worker."""
-        for assignment in (self.decode, self.prefill):
-            if assignment is not None and assignment.worker == worker:
-                return assignment
-        return None
-
-    def holders(self) -> list[Assignment]:
-        """Workers that may hold the attempt. A prefill worker is done once the decode worker sends tokens."""
-        decode_has_kv = self.decode is not None and self.decode.has_tokens
-        candidates = [None if decode_has_kv else self.prefill, self.decode]
-        return [holder for holder in candidates if holder is not None and not holder.is_gone]
-
     def is_lease_over(self, now_s: float, kv_lease_s: float) -> bool:
-        """Whether P may have dropped the blocks because no decode worker renews their lease (with a margin)."""
+        """Whether the prefill worker may have dropped the blocks, unless a decode worker renews their lease."""
         if self.token0_s is None:
             return False
         since_s = max(self.token0_s, self.decode_lost_s or self.token0_s)
-        return now_s - since_s > 0.8 * kv_lease_s
-
-    def cancel_message(self, reason: CancelReason) -> Cancel:
-        """Tells a holder to stop."""
-        key = self.key
-        return Cancel(request_id=key.request_id, choice=key.choice, attempt=key.attempt, nonce=key.nonce, reason=reason)
-
-    def resend_message(self, gateway_id: str, from_index: int) -> ResendTokens:
-        """Asks a holder for tokens again."""
-        key = self.key
-        return ResendTokens(
-            request_id=key.request_id,
-            choice=key.choice,
-            attempt=key.attempt,
-            nonce=key.nonce,
-            gateway_id=gateway_id,
-            from_index=from_index,
-        )
+        return now_s - since_s > 0.8 * kv_lease_s  # the gateway hears of it late: a margin

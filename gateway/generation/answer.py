@@ -1,50 +1,129 @@
 """One request's choices as they grow: events of the dispatcher in, texts out. Used on the event loop only.
 
+A choice's way from token ids to text: stop tokens, detokenizing, stop strings, counting. Every piece of text passes
+the same pipeline, what is left at the end too. A token that may be the terminal one (end of sequence, stop token) is
+held until the next event tells: as the terminal one it counts, but shows no text.
 A request with several prompts is several generations, read together; the first failure ends them all.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
 
 from pdserve.errors import UnavailableError
-from pdserve.gateway.generation.choice_output import ChoiceOutput
-from pdserve.gateway.generation.request import Event, FailedEvent, FinishedEvent, GenerationRequest, TokensEvent
-from pdserve.gateway.generation.waterfall import Waterfall
-from pdserve.reasons import CancelReason
+from pdserve.gateway.generation.request import FailedEvent, FinishedEvent, Generation, TokensEvent
+from pdserve.gateway.text.stop_strings import StopMatcher
+from pdserve.gateway.text.tokenizer import Detokenizer
+from pdserve.messages import TokenLogprobs
+from pdserve.reasons import CancelReason, FinishReason
 
 
-class Source(Protocol):
-    """What a generation is to this layer; see request.py."""
+@dataclass(frozen=True, slots=True)
+class TokenEntry:
+    """A generated token with its log-probabilities, and the text that it brought."""
 
-    waterfall: Waterfall
-    num_cached_tokens: int
-
-    async def next_events(self) -> list[Event]:
-        """All events that are ready, waiting for at least one; empty at the end."""
-
-    def finish_choice(self, choice: int) -> None:
-        """No more of this choice."""
-
-    def cancel(self, reason: CancelReason) -> None:
-        """Stop everything at once."""
-
-    def note_first_write(self) -> None:
-        """The first token was written to the client."""
+    token_id: int
+    text: str
+    """Joined over all tokens this is the text: a part of a character brings nothing, its last part all of it."""
+    is_hidden: bool
+    """A special token that is not shown, or the terminal token."""
+    logprobs: TokenLogprobs
 
 
-class Submits(Protocol):
-    """What a dispatcher is to this layer; see dispatcher.py."""
+@dataclass(slots=True)
+class Delta:
+    """What a choice has to show since it was last asked."""
 
-    def submit(self, request: GenerationRequest) -> Source:
-        """Queue a request.
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    entries: list[TokenEntry] = field(default_factory=list)
 
-        Raises:
-            RequestError: it is refused at once.
-        """
+
+class ChoiceOutput:
+    """The state of one choice."""
+
+    def __init__(
+        self,
+        index: int,
+        detokenizer: Detokenizer,
+        *,
+        stops: StopMatcher | None = None,
+        terminal_ids: frozenset[int],
+        hidden_ids: frozenset[int] = frozenset(),
+        has_logprobs: bool = False,
+        min_tokens: int = 0,
+    ) -> None:
+        """`terminal_ids` may end the sequence, `hidden_ids` bring no text, no stop string ends before `min_tokens`."""
+        self.index = index
+        self.num_tokens = 0
+        """Tokens up to and including the one that ended the choice."""
+        self.finish_reason: FinishReason | None = None
+        """How the choice ended; nothing is taken any more then."""
+        self.delta = Delta()
+        """What `take` would hand out now."""
+        self._detokenizer, self._stops = detokenizer, stops
+        self._terminal_ids, self._hidden_ids = terminal_ids, hidden_ids
+        self._has_logprobs, self._min_tokens = has_logprobs, min_tokens
+        self._held: tuple[int, TokenLogprobs | None] | None = None
+
+    def push(self, event: TokensEvent) -> None:
+        """Take in new tokens."""
+        if self.finish_reason is not None:
+            return
+        ids = event.token_ids
+        logprobs: list[TokenLogprobs | None] = [*(event.logprobs or [])] or [None for _ in ids]
+        if self._held is not None:
+            ids, logprobs = [self._held[0], *ids], [self._held[1], *logprobs]
+            self._held = None
+        if ids and ids[-1] in self._terminal_ids:
+            self._held = (ids[-1], logprobs[-1])
+            ids, logprobs = ids[:-1], logprobs[:-1]
+        self._accept(ids, logprobs)
+
+    def finish(self, event: FinishedEvent) -> None:
+        """Take in the end: all tokens came."""
+        if self.finish_reason is not None:
+            return
+        stops = self._stops
+        if self._held is not None:
+            token_id, logprobs = self._held
+            self._held = None
+            if token_id == event.stop_token_id and not (stops is not None and stops.is_included):
+                self._count(token_id, "", logprobs, is_hidden=True)
+            else:
+                self._accept([token_id], [logprobs])
+        if self.finish_reason is None:
+            rest = self._detokenizer.finish()
+            self.delta.text += rest if stops is None else stops.push(rest) + stops.finish()
+            is_stopped = stops is not None and stops.is_matched
+            self.finish_reason = FinishReason.STOP if is_stopped else event.finish_reason
+
+    def take(self) -> Delta:
+        """What is to be shown now."""
+        delta, self.delta = self.delta, Delta()
+        return delta
+
+    def _accept(self, ids: list[int], logprobs: list[TokenLogprobs | None]) -> None:
+        stops = self._stops
+        if stops is None and not self._has_logprobs:
+            self.delta.text += self._detokenizer.push(ids)
+            self.delta.token_ids += ids
+            self.num_tokens += len(ids)
+            return
+        for token_id, logprob in zip(ids, logprobs, strict=True):
+            text = self._detokenizer.push([token_id])
+            self._count(token_id, text, logprob, is_hidden=token_id in self._hidden_ids)
+            self.delta.text += text if stops is None or self.num_tokens < self._min_tokens else stops.push(text)
+            if stops is not None and stops.is_matched:
+                self.finish_reason = FinishReason.STOP
+                return
+
+    def _count(self, token_id: int, text: str, logprobs: TokenLogprobs | None, *, is_hidden: bool) -> None:
+        self.num_tokens += 1
+        self.delta.token_ids.append(token_id)
+        if self._has_logprobs and logprobs is not None:
+            self.delta.entries.append(TokenEntry(token_id, text, is_hidden, logprobs))
 
 
 TokensObserver = Callable[[float | None, int], None]
@@ -65,7 +144,7 @@ class Answer:
 
     def __init__(
         self,
-        generations: Sequence[Source],
+        generations: Sequence[Generation],
         outputs: Sequence[ChoiceOutput],
         *,
         clock: Callable[[], float],
@@ -76,12 +155,10 @@ class Answer:
         self._n = len(outputs) // len(generations)
         self._clock, self._on_tokens = clock, on_tokens
         self._arrivals: dict[int, _Arrivals] = {}
-        self._reads: dict[asyncio.Task[list[Event]], int] = {}
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether all choices are finished."""
-        return all(output.is_finished for output in self.outputs)
+        self._wake = generations[0].wake
+        for generation in generations:
+            generation.wake = self._wake
+        self._wake.set()
 
     @property
     def num_cached_tokens(self) -> int:
@@ -100,44 +177,47 @@ class Answer:
         return [(arrival.last_s - arrival.first_s) / (arrival.num_tokens - 1) for arrival in arrivals]
 
     async def advance(self) -> list[ChoiceOutput]:
-        """Wait for something new; the choices that have it, each once, in order.
+        """Wait for something new; the choices that have it, each once, in order. Empty: all are finished.
 
         Raises:
             RequestError: the request failed.
         """
-        which, events = await self._next_events()
-        generation, touched = self.generations[which], dict[int, ChoiceOutput]()
-        for event in events:
-            if isinstance(event, FailedEvent):
-                raise event.error
-            output = self.outputs[which * self._n + event.choice]
-            self._feed(output, event)
-            touched[output.index] = output
-        for output in touched.values():
-            self._note_arrival(output)
-            if output.is_finished:
-                generation.finish_choice(output.index - which * self._n)
-        if not events and not all(output.is_finished for output in self._outputs_of(which)):
-            raise UnavailableError("The request was ended because the service is shutting down; try again.")
-        return list(touched.values())
-
-    def note_first_write(self) -> None:
-        """The first token was written to the client."""
-        for generation in self.generations:
-            generation.note_first_write()
+        while any(output.finish_reason is None for output in self.outputs):
+            self._wake.clear()
+            touched = self._take_events()
+            if touched:
+                return touched
+            await self._wake.wait()
+        return []
 
     def cancel(self, reason: CancelReason) -> None:
         """Stop all that is not finished, everywhere; harmless at the end."""
-        for read in self._reads:
-            read.cancel()
         for generation in self.generations:
             generation.cancel(reason)
 
-    def _feed(self, output: ChoiceOutput, event: TokensEvent | FinishedEvent) -> None:
-        if isinstance(event, TokensEvent):
-            output.push(event)
-        else:
-            output.finish(event)
+    def _take_events(self) -> list[ChoiceOutput]:
+        """Feed the choices with everything that came; those that got something."""
+        touched: dict[int, ChoiceOutput] = {}
+        for which, generation in enumerate(self.generations):
+            first = which * self._n
+            events = generation.take_events()
+            for event in events:
+                if isinstance(event, FailedEvent):
+                    raise event.error
+                output = self.outputs[first + event.choice]
+                if isinstance(event, TokensEvent):
+                    output.push(event)
+                else:
+                    output.finish(event)
+                touched[output.index] = output
+            outputs = self.outputs[first : first + self._n]
+            if not events and generation.is_done and any(output.finish_reason is None for output in outputs):
+                raise UnavailableError("The request was ended because the service is shutting down; try again.")
+        for output in touched.values():
+            self._note_arrival(output)
+            if output.finish_reason is not None:
+                self.generations[output.index // self._n].finish_choice(output.index % self._n)
+        return list(touched.values())
 
     def _note_arrival(self, output: ChoiceOutput) -> None:
         now_s, known = self._clock(), self._arrivals.get(output.index)
@@ -147,18 +227,3 @@ class Answer:
         self._on_tokens(now_s - known.last_s if known else None, num_new)
         first_s = known.first_s if known else now_s
         self._arrivals[output.index] = _Arrivals(first_s, now_s, output.num_tokens)
-
-    def _outputs_of(self, which: int) -> Sequence[ChoiceOutput]:
-        return self.outputs[which * self._n : (which + 1) * self._n]
-
-    async def _next_events(self) -> tuple[int, list[Event]]:
-        """Events of one generation that has some."""
-        if len(self.generations) == 1:
-            return 0, await self.generations[0].next_events()
-        reading = set(self._reads.values())
-        for which, generation in enumerate(self.generations):
-            if which not in reading and not all(output.is_finished for output in self._outputs_of(which)):
-                self._reads[asyncio.ensure_future(generation.next_events())] = which
-        done, _ = await asyncio.wait(self._reads, return_when=asyncio.FIRST_COMPLETED)
-        first = min(done, key=self._reads.__getitem__)
-        return self._reads.pop(first), first.result()

@@ -1,21 +1,32 @@
-"""A client's request inside the gateway, and the events that answer it. Step 2 of 8 of a request's way.
+"""What a client asks for, and the events that answer it. Step 2 of 8 of a request's way.
 
-Before: the HTTP layer (chat.py, completions.py) turned a body into token ids and sampling parameters.
-After: dispatcher.py queues the request, sends it to workers and feeds the `Generation` below with events.
-Nothing here knows workers, messages or HTTP.
+Before: the HTTP layer (openai/chat.py, completions.py) turned a body into token ids and sampling parameters.
+After: dispatch/dispatcher.py queues the request, sends its jobs to workers and feeds the `Generation` below with
+events. A `GenerationRequest` is the only object that carries priority, salt, pins and sampling through the gateway:
+everything behind it holds the request, and the jobs for workers are made of it. Nothing here knows HTTP.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from pdserve.errors import RequestError
 from pdserve.gateway.generation.waterfall import Waterfall
-from pdserve.messages import TokenLogprobs
+from pdserve.messages import AttemptKey, DecodeJob, PrefillJob, TokenLogprobs
 from pdserve.reasons import CancelReason, FinishReason
+from pdserve.registration import WorkerRef
 from pdserve.sampling_params import SamplingParams
+
+
+class Sender(NamedTuple):
+    """Who sends jobs, and for which model: the same in all messages of one gateway."""
+
+    gateway_id: str
+    fingerprint: str
+    """Model fingerprint: a worker of another model refuses the job."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,16 +36,71 @@ class GenerationRequest:
     request_id: str
     prompt_token_ids: list[int]
     n: int
-    """Choices: sequences 0..n-1 of the same prompt."""
+    """Number of choices: sequences 0..n-1 of the same prompt."""
     sampling: SamplingParams
     deadline_s: float
     received_s: float
+    terminal_ids: frozenset[int] = frozenset()
+    """Tokens that end a sequence: the model's, unless they are ignored, and the client's stop tokens."""
     priority: int = 0
-    """Lower is sooner."""
+    """A request with a lower number goes sooner."""
     cache_salt: str = ""
     pinned_prefill: str | None = None
-    """Worker id; only with test hooks on."""
+    """Id of a prefill worker; set only with test hooks on."""
     pinned_decode: str | None = None
+
+    def num_left(self, num_output_tokens: int) -> int:
+        """Output tokens of a choice that may still come after so many."""
+        return self.sampling.max_tokens - num_output_tokens
+
+    def natural_end(self, output: list[int]) -> tuple[FinishReason, int | None] | None:
+        """(finish reason, stop token) when these tokens are already a whole answer.
+
+        Needed only when a worker's Finished was lost together with the worker: computing on would add tokens
+        behind the end.
+        """
+        if output and output[-1] in self.terminal_ids:
+            return FinishReason.STOP, output[-1]
+        return (FinishReason.LENGTH, None) if self.num_left(len(output)) <= 0 else None
+
+    def prefill_job(self, sender: Sender, key: AttemptKey, output: list[int], now_s: float) -> PrefillJob:
+        """The job to compute the prompt, and all tokens emitted so far, up to the next token."""
+        return PrefillJob(
+            request_id=key.request_id,
+            choice=key.choice,
+            attempt=key.attempt,
+            nonce=key.nonce,
+            gateway_id=sender.gateway_id,
+            fingerprint=sender.fingerprint,
+            prompt_token_ids=self.prompt_token_ids + output,
+            num_original_prompt_tokens=len(self.prompt_token_ids),
+            sampling=self.sampling,
+            remaining_s=self.deadline_s - now_s,
+            priority=self.priority,
+            cache_salt=self.cache_salt,
+            will_decode=self.num_left(len(output)) > 1,
+        )
+
+    def decode_job(
+        self, sender: Sender, key: AttemptKey, output: list[int], prefill: WorkerRef | None, now_s: float
+    ) -> DecodeJob:
+        """The job to go on from what `prefill` computes; without it, to compute the prompt too."""
+        return DecodeJob(
+            request_id=key.request_id,
+            choice=key.choice,
+            attempt=key.attempt,
+            nonce=key.nonce,
+            gateway_id=sender.gateway_id,
+            fingerprint=sender.fingerprint,
+            prompt_token_ids=self.prompt_token_ids + output,
+            num_original_prompt_tokens=len(self.prompt_token_ids),
+            sampling=self.sampling,
+            remaining_s=self.deadline_s - now_s,
+            priority=self.priority,
+            cache_salt=self.cache_salt,
+            prefill_worker_id=prefill.worker_id if prefill else None,
+            prefill_generation=prefill.generation if prefill else None,
+        )
 
 
 @dataclass(slots=True)
@@ -46,7 +112,7 @@ class TokensEvent:
     """Output index of the first one; 0 is the first token that the client ever sees."""
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None = None
-    """One per token, when asked for."""
+    """One entry per token, when the client asked for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,32 +136,11 @@ class FailedEvent:
 Event = TokensEvent | FinishedEvent | FailedEvent
 
 
-@dataclass(frozen=True, slots=True)
-class AttemptRecord:
-    """One dispatch, for the request's timeline."""
-
-    choice: int
-    attempt: int
-    prefill: str | None
-    decode: str | None
-    reason: str
-    """Why it ended without finishing; empty while it runs or when it finished."""
-
-
-@dataclass(slots=True)
-class Timeline:
-    """What happened to a request: `at_s` counts from its receipt."""
-
-    attempts: dict[tuple[int, int], AttemptRecord] = field(default_factory=dict)
-    """By (choice, attempt)."""
-    events: list[tuple[str, float]] = field(default_factory=list)
-
-
 class Generation:
     """One request's answer as it grows; used on the event loop only.
 
-    The dispatcher writes (`push`), one reader reads (`next_events`). Events that arrive together wake the
-    reader once, and tokens of one choice that wait together are merged into one event.
+    The dispatcher writes (`push`), one reader reads: it waits for `wake` and takes what there is. Events that arrive
+    together wake the reader once, and tokens of one choice that wait together are merged into one event.
     """
 
     def __init__(
@@ -108,25 +153,21 @@ class Generation:
     ) -> None:
         self.request = request
         self.waterfall = Waterfall(request.received_s)
-        self.timeline = Timeline()
         self.num_cached_tokens = 0
         """Prompt tokens of choice 0 that the prefill worker did not have to compute."""
-        self.error: RequestError | None = None
+        self.wake = asyncio.Event()
+        """Set when there is something to take; a reader of several generations lets them share one."""
         self._open_choices = set(range(request.n))
         self._events: list[Event] = []
-        self._wake = asyncio.Event()
         self._on_cancel, self._on_finish_choice, self._clock = on_cancel, on_finish_choice, clock
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing more will be pushed (what was pushed may still wait to be read)."""
+        """Whether nothing more will be pushed (what was pushed may still wait to be taken)."""
         return not self._open_choices
 
-    async def next_events(self) -> list[Event]:
-        """Everything that is ready, in order; waits for at least one. Empty: the request is over."""
-        while not self._events and self._open_choices:
-            self._wake.clear()
-            await self._wake.wait()
+    def take_events(self) -> list[Event]:
+        """Everything that is ready, in order."""
         events, self._events = self._events, []
         return events
 
@@ -142,12 +183,8 @@ class Generation:
         if self._open_choices:
             self._open_choices.clear()
             self._events.clear()
-            self._wake.set()
+            self.wake.set()
             self._on_cancel(reason)
-
-    def note_first_write(self) -> None:
-        """The first token was written to the client."""
-        self.waterfall.note_first_write(self._clock())
 
     # --- the dispatcher's side
 
@@ -155,33 +192,24 @@ class Generation:
         """Hand one event to the reader, its lists included; events of choices that are over are dropped."""
         if isinstance(event, FailedEvent):
             if self._open_choices:
-                self.error = event.error
                 self._events.append(event)
                 self._open_choices.clear()
                 self.waterfall.note_end(self._clock())
         elif event.choice in self._open_choices:
-            self._append(event)
-        self._wake.set()
-
-    def _append(self, event: TokensEvent | FinishedEvent) -> None:
-        if isinstance(event, FinishedEvent):
-            self._events.append(event)
-            self._close(event.choice)
-            return
-        last = self._events[-1] if self._events else None
-        if isinstance(last, TokensEvent) and last.choice == event.choice:
-            last.token_ids.extend(event.token_ids)
-            if last.logprobs is not None:
-                last.logprobs.extend(event.logprobs or [])
-        else:
-            self._events.append(event)
+            last = self._events[-1] if self._events else None
+            if isinstance(event, FinishedEvent):
+                self._events.append(event)
+                self._close(event.choice)
+            elif isinstance(last, TokensEvent) and last.choice == event.choice:
+                last.token_ids.extend(event.token_ids)
+                if last.logprobs is not None:
+                    last.logprobs.extend(event.logprobs or [])
+            else:
+                self._events.append(event)
+        self.wake.set()
 
     def _close(self, choice: int) -> None:
         self._open_choices.discard(choice)
         if not self._open_choices:
             self.waterfall.note_end(self._clock())
-            self._wake.set()
-
-    def note_event(self, name: str, now_s: float) -> None:
-        """Append to the timeline."""
-        self.timeline.events.append((name, now_s - self.request.received_s))
+            self.wake.set()

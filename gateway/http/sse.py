@@ -1,6 +1,6 @@
 """Writes an answer to the client, as one JSON body or as server-sent events. Step 8 of 8 of a request's way.
 
-Before: choice_output.py made text of tokens. After: the client.
+Before: generation/answer.py made text of tokens, and openai/reply.py events of it. After: the client.
 
 The status line goes out with the first bytes and not before, so that whatever fails until then keeps its real
 status. Every event has an `id`. Events that are ready together go out in one write. A client that does not
@@ -10,7 +10,7 @@ read for too long is given up. After a failure in mid-stream comes an `error` ev
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any
 
 import msgspec
@@ -44,7 +44,6 @@ class Responder:
         self._send, self._request_id, self._headers = send, request_id.encode(), headers
         self._stall_timeout_s = stall_timeout_s
         self._num_events = 0
-        self._pending: list[bytes] = []
 
     # --- in one piece
 
@@ -63,40 +62,36 @@ class Responder:
             status, headers, body = error_response(error)
             await self.json(body, status=status, headers=headers)
             return
-        self.add(error_object(error))
-        await self._write(self._take(), is_last=True)
+        await self._write(self._lines_of([error_object(error)]), is_last=True)
 
     # --- as events
 
-    def add(self, event: Any) -> None:
-        """Queue one event for the next write."""
-        self._add(_encode(event))
-
-    async def flush(self) -> None:
-        """Write all queued events at once; the first time the response begins."""
+    async def events(self, events: Sequence[Any]) -> None:
+        """Write these events at once; the first time the response begins."""
         if self.status is None:
             await self._start(200, _STREAM_HEADERS)
-        await self._write(self._take())
+        await self._write(self._lines_of(events))
 
     async def keep_alive(self) -> None:
         """A comment, which clients ignore and proxies take for traffic."""
-        self._pending.append(b": keep-alive\n\n")
-        await self.flush()
-
-    async def done(self) -> None:
-        """The real end."""
-        self._add(b"[DONE]")
         if self.status is None:
             await self._start(200, _STREAM_HEADERS)
-        await self._write(self._take(), is_last=True)
+        await self._write(b": keep-alive\n\n")
 
-    def _add(self, data: bytes) -> None:
-        self._pending.append(b"id: %s:%d\ndata: %s\n\n" % (self._request_id, self._num_events, data))
+    async def done(self, events: Sequence[Any] = ()) -> None:
+        """The last events and the real end."""
+        if self.status is None:
+            await self._start(200, _STREAM_HEADERS)
+        lines = self._lines_of(events) + self._line_of(b"[DONE]")
+        await self._write(lines, is_last=True)
+
+    def _lines_of(self, events: Sequence[Any]) -> bytes:
+        return b"".join([self._line_of(_encode(event)) for event in events])
+
+    def _line_of(self, data: bytes) -> bytes:
+        line = b"id: %s:%d\ndata: %s\n\n" % (self._request_id, self._num_events, data)
         self._num_events += 1
-
-    def _take(self) -> bytes:
-        data, self._pending = b"".join(self._pending), []
-        return data
+        return line
 
     async def _start(self, status: int, headers: Headers) -> None:
         self.status = status

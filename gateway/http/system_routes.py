@@ -1,10 +1,11 @@
-"""Health, readiness, version, metrics and test hooks: what orchestrators and people at work ask for. No inference."""
+"""Health, readiness, version, metrics and test hooks: what orchestrators and operators ask for. No inference."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import msgspec
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
@@ -12,26 +13,32 @@ from pdserve import __version__
 from pdserve.errors import InvalidRequestError, SettingError, UnavailableError
 from pdserve.faults import Faults
 from pdserve.gateway.http.body import parse_json
-from pdserve.gateway.http.error_body import http_error
+from pdserve.gateway.http.error_body import error_object, error_response, http_error
+from pdserve.readiness import Readiness, ReadyReason
 
 _MAX_FAULTS_BYTES = 64 * 1024
+_READY_CODES = {
+    ReadyReason.DRAINING: "shutting_down",
+    ReadyReason.BUS_UNREACHABLE: "bus_unavailable",
+    ReadyReason.NO_WORKERS: "no_workers",
+}
+"""Codes of the errors that a request would get."""
 
 
 @dataclass(frozen=True)
 class SystemView:
     """What these routes can tell."""
 
-    is_ready: Callable[[], bool]
-    is_draining: Callable[[], bool]
+    readiness: Callable[[], Readiness]
     render_metrics: Callable[[], tuple[bytes, str]]
-    """(text, content type)."""
+    """A function that returns (text, content type)."""
     faults: Faults | None = None
     other_metrics_urls: Callable[[], list[str]] = field(default=list)
     """Not empty: this port is shared by several gateways, and each has its metrics elsewhere."""
 
 
 def add_system_routes(app: FastAPI, view: SystemView) -> None:
-    """Add the routes of this file."""
+    """Add the routes of this file to the app."""
     router = APIRouter()
 
     @router.get("/health")
@@ -39,16 +46,8 @@ def add_system_routes(app: FastAPI, view: SystemView) -> None:
         return JSONResponse({"status": "ok"})
 
     @router.get("/ready")
-    async def ready() -> JSONResponse:
-        if view.is_draining():
-            raise UnavailableError("This gateway is shutting down.", code="shutting_down", retry_after_s=1.0)
-        if not view.is_ready():
-            raise UnavailableError(
-                "The workers that a request needs are not ready, or the bus does not answer.",
-                code="no_workers",
-                retry_after_s=1.0,
-            )
-        return JSONResponse({"status": "ready"})
+    async def ready() -> Response:
+        return _ready_response(view.readiness())
 
     @router.get("/version")
     async def version() -> JSONResponse:
@@ -65,6 +64,17 @@ def add_system_routes(app: FastAPI, view: SystemView) -> None:
     if view.faults is not None:
         _add_fault_routes(router, view.faults)
     app.include_router(router)
+
+
+def _ready_response(readiness: Readiness) -> Response:
+    """200 with the facts, or 503 with an error as clients know it and the same facts beside it."""
+    if readiness.ready:
+        return Response(msgspec.json.encode(readiness), media_type="application/json")
+    error = UnavailableError(readiness.message, code=_READY_CODES.get(readiness.reason), retry_after_s=1.0)
+    status, headers, _ = error_response(error)
+    body = {**error_object(error), **msgspec.to_builtins(readiness)}
+    named = {name.decode(): value.decode() for name, value in headers}
+    return Response(msgspec.json.encode(body), status_code=status, headers=named)
 
 
 def _add_fault_routes(router: APIRouter, faults: Faults) -> None:

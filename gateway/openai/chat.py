@@ -1,22 +1,31 @@
-"""`POST /v1/chat/completions`. Step 1 of 8 of a request's way, with completions.py.
+"""`POST /v1/chat/completions`: its body, and the events and bodies of its answer. Step 1 of 8 of a request's way.
 
-Before: app.py routed a body here. After: dispatcher.py takes token ids and sampling parameters; then reply.py sends
-what comes back in the shape that is written down here.
+Before: endpoint.py read a JSON object. After: reply.py hands token ids and sampling parameters to the dispatcher, and
+sends what comes back in the shape that is written down here. completions.py is the same step for raw texts.
 """
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from typing import Any
 
-from pdserve.gateway.generation.choice_output import ChoiceOutput, Delta
-from pdserve.gateway.http.fields import Fields
-from pdserve.gateway.openai.chat_request import ChatRequest, read_chat_request
-from pdserve.gateway.openai.envelope import Body, Envelope
+import msgspec
+
+from pdserve.errors import InvalidRequestError
+from pdserve.gateway.generation.answer import ChoiceOutput, Delta
+from pdserve.gateway.http.body import Fields
 from pdserve.gateway.openai.frontend import Call, Frontend
 from pdserve.gateway.openai.logprobs import BytesOf, chat_logprobs
-from pdserve.gateway.openai.reply import send_answer
+from pdserve.gateway.openai.options import MAX_LOGPROBS, MAX_TOKENS, Options, check_response_format, read_options
+from pdserve.gateway.openai.reply import Body, Envelope, send_answer, start
+from pdserve.gateway.text.chat_prompt import RESERVED_NAMES, Chat, Message
 
 _CHUNK, _WHOLE = "chat.completion.chunk", "chat.completion"
+
+ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
+"""A role becomes part of the template's own tokens, so it is never a client's free text."""
+MAX_MESSAGES = 10_000
 
 
 async def chat_completions(frontend: Frontend, call: Call, fields: Fields) -> None:
@@ -25,32 +34,176 @@ async def chat_completions(frontend: Frontend, call: Call, fields: Fields) -> No
     Raises:
         RequestError: it is wrong, refused or failed.
     """
-    frontend.check_model(fields)
-    request = read_chat_request(
+    options = read_chat_options(
         fields,
         vocab_size=frontend.card.vocab_size,
         draw_seed=frontend.draw_seed,
         has_timing_header=call.has_timing,
     )
-    started_s = frontend.clock()
-    prompt = await frontend.in_thread(frontend.prompts.build, request.chat)
+    chat, started_s = read_chat(fields), frontend.clock()
+    prompt = await asyncio.get_running_loop().run_in_executor(frontend.executor, frontend.prompts.build, chat)
     frontend.observer.tokenized(frontend.clock() - started_s)
-    answer = frontend.start(call, [prompt.token_ids], request.options, default_max_tokens=None, continues=False)
-    shape = ChatShape(
-        Envelope.of(frontend, call, request.options, [prompt.token_ids]),
-        request,
-        frontend.prompts.tokenizer.bytes_of,
+    answer = start(frontend, call, [prompt.token_ids], options, default_max_tokens=None, continues=False)
+    envelope = Envelope.of(frontend, call, options, [prompt.token_ids])
+    shape = ChatShape(envelope, options, frontend.prompts.tokenizer.bytes_of)
+    await send_answer(frontend, call, answer, shape, options.stream, len(prompt.token_ids))
+
+
+# --- the body
+
+
+def read_chat_options(
+    fields: Fields, *, vocab_size: int, draw_seed: Callable[[], int], has_timing_header: bool
+) -> Options:
+    """Everything of a chat's body but the conversation; arguments as for `read_options`.
+
+    Raises:
+        InvalidRequestError: `param` names the field.
+    """
+    check_response_format(fields)
+    return read_options(
+        fields,
+        vocab_size=vocab_size,
+        max_tokens=_max_tokens(fields),
+        logprobs=_logprobs(fields),
+        draw_seed=draw_seed,
+        has_timing_header=has_timing_header,
     )
-    await send_answer(frontend, call, answer, shape, request.options.stream, len(prompt.token_ids))
+
+
+def read_chat(fields: Fields) -> Chat:
+    """The conversation alone: what /tokenize and render need too."""
+    fields.forbid("chat_template", "a template comes with the model or from CHAT_TEMPLATE, not with a request")
+    messages = fields.items("messages", f"a list of 1 to {MAX_MESSAGES} messages", max_items=MAX_MESSAGES)
+    if not messages:
+        raise fields.refuse("messages", f"a list of 1 to {MAX_MESSAGES} messages")
+    _check_tools(fields)
+    continues = fields.boolean("continue_final_message", False)
+    generates = fields.boolean("add_generation_prompt", not continues)
+    if continues and generates:
+        raise InvalidRequestError(
+            "continue_final_message continues the last message, add_generation_prompt begins a new one: choose one",
+            param="continue_final_message",
+        )
+    return Chat(
+        messages=[_message(Fields.of(message, f"messages[{n}]")) for n, message in enumerate(messages)],
+        add_generation_prompt=generates,
+        continue_final_message=continues,
+        variables=_variables(fields),
+    )
+
+
+def _message(fields: Fields) -> Message:
+    role = fields.get("role")
+    if not isinstance(role, str) or role not in ROLES:
+        raise fields.refuse("role", f"one of {', '.join(sorted(ROLES))}")
+    message = dict(fields.values)
+    for name in ("name", "tool_call_id", "reasoning_content", "reasoning", "thinking"):
+        fields.text(name)
+    message["content"] = _content(fields, role)
+    calls = fields.items("tool_calls", "a list of tool calls")
+    if calls is not None:
+        path = fields.param("tool_calls")
+        message["tool_calls"] = [_tool_call(Fields.of(call, f"{path}[{n}]")) for n, call in enumerate(calls)]
+    return message
+
+
+def _content(fields: Fields, role: str) -> str | list[Message] | None:
+    content = fields.get("content")
+    if isinstance(content, str):
+        return content
+    if content is None and role == "assistant":
+        return None
+    if not isinstance(content, list) or not content:
+        raise fields.refuse("content", "a string or a list of parts")
+    path = fields.param("content")
+    return [_part(Fields.of(part, f"{path}[{n}]")) for n, part in enumerate(content)]
+
+
+def _part(fields: Fields) -> Message:
+    kind = fields.get("type")
+    if kind == "refusal":
+        return {"type": "text", "text": fields.text("refusal", "")}
+    if kind != "text":
+        raise fields.refuse("type", "text: this model reads no other kind of content")
+    if not isinstance(fields.get("text"), str):
+        raise fields.refuse("text", "a string")
+    return {"type": "text", "text": fields.get("text")}
+
+
+def _tool_call(fields: Fields) -> Message:
+    """A call as templates take it: its arguments as an object, where clients send its JSON text."""
+    function = fields.object("function")
+    if function is None or not isinstance(function.get("name"), str):
+        raise fields.refuse("function", "an object with name and arguments")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            decoded = msgspec.json.decode(arguments or "{}")
+        except (msgspec.MsgspecError, RecursionError, UnicodeError):
+            decoded = arguments
+        arguments = decoded if isinstance(decoded, dict) else arguments
+    return {**fields.values, "function": {**function.values, "arguments": arguments}}
+
+
+def _check_tools(fields: Fields) -> None:
+    fields.forbid("functions", "the functions of older clients are not served; use tools")
+    tools = fields.items("tools", "a list of tools")
+    choice = fields.get("tool_choice")
+    if tools is None:
+        if choice is not None:
+            raise InvalidRequestError("tool_choice is only allowed together with tools", param="tool_choice")
+        return
+    if not tools:
+        raise fields.refuse("tools", "a list of at least one tool")
+    if choice != "none":
+        raise InvalidRequestError(
+            'tools are not supported yet; leave them out, or send tool_choice "none"',
+            param="tools",
+            code="not_supported",
+        )
+
+
+def _variables(fields: Fields) -> dict[str, Any]:
+    given = fields.object("chat_template_kwargs")
+    variables = {} if given is None else dict(given.values)
+    effort = fields.text("reasoning_effort", max_length=32)
+    if effort is not None:
+        variables.setdefault("reasoning_effort", effort)
+    reserved = next((name for name in variables if name in RESERVED_NAMES), None)
+    if reserved is not None:
+        raise InvalidRequestError(
+            f"chat_template_kwargs.{reserved} has a field of its own in the request", param="chat_template_kwargs"
+        )
+    return variables
+
+
+def _max_tokens(fields: Fields) -> int | None:
+    """max_completion_tokens is the newer name and wins."""
+    older = fields.integer("max_tokens", None, 1, MAX_TOKENS)
+    newer = fields.integer("max_completion_tokens", None, 1, MAX_TOKENS)
+    return older if newer is None else newer
+
+
+def _logprobs(fields: Fields) -> int | None:
+    top_logprobs = fields.integer("top_logprobs", None, 0, MAX_LOGPROBS)
+    is_wanted = fields.boolean("logprobs", False)
+    if top_logprobs is not None and not is_wanted:
+        raise InvalidRequestError("top_logprobs needs logprobs: true", param="top_logprobs", code="invalid_value")
+    return (top_logprobs or 0) if is_wanted else None
+
+
+# --- the answer
 
 
 class ChatShape:
-    """Chat's events and bodies."""
+    """The events and bodies of a chat answer."""
 
-    def __init__(self, envelope: Envelope, request: ChatRequest, bytes_of: BytesOf) -> None:
+    def __init__(self, envelope: Envelope, options: Options, bytes_of: BytesOf) -> None:
         self._envelope, self._bytes_of = envelope, bytes_of
-        self._has_logprobs = request.options.sampling.logprobs is not None
-        self._has_token_ids = request.options.stream.has_token_ids
+        self._event_head = envelope.event_head(_CHUNK)
+        self._has_logprobs = options.sampling.logprobs is not None
+        self._has_token_ids = options.stream.has_token_ids
 
     def opening(self, output: ChoiceOutput) -> Body:
         """The role, in the first event alone."""
@@ -60,16 +213,16 @@ class ChatShape:
         return event
 
     def piece(self, output: ChoiceOutput, delta: Delta) -> Body:
-        """New text."""
+        """An event with new text."""
         return self._event(output, {"content": delta.text}, delta)
 
     def closing(self, output: ChoiceOutput) -> Body:
-        """The finish reason."""
+        """The last event of a choice: its finish reason."""
         return self._event(output, {})
 
     def usage(self, usage: Body) -> Body:
-        """The usage alone."""
-        return self._envelope.usage_event(_CHUNK, usage)
+        """The event with the usage alone."""
+        return self._envelope.whole(_CHUNK, [], usage)
 
     def whole(self, choices: list[tuple[ChoiceOutput, Delta]], usage: Body) -> Body:
         """The body in one piece."""
@@ -82,7 +235,7 @@ class ChatShape:
         choice: dict[str, Any] = {"index": output.index, "delta": content, "logprobs": None, "finish_reason": None}
         if delta is None and not content:
             choice["finish_reason"] = output.finish_reason
-        return self._envelope.event(_CHUNK, [self._with_tokens(choice, delta)])
+        return {**self._event_head, "choices": [self._with_tokens(choice, delta)]}
 
     def _choice(self, output: ChoiceOutput, delta: Delta) -> Body:
         choice = {

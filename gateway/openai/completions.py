@@ -1,4 +1,4 @@
-"""`POST /v1/completions`. Step 1 of 8 of a request's way, with chat.py.
+"""`POST /v1/completions`: its body, and the events and bodies of its answer. Step 1 of 8 of a request's way.
 
 A raw text is encoded as the tokenizer does: special-token strings in it are special tokens, and the tokenizer's own
 beginning (a BOS token) is added unless `add_special_tokens` is false. Token ids are taken as they are.
@@ -6,19 +6,25 @@ beginning (a BOS token) is added unless `add_special_tokens` is false. Token ids
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from pdserve.errors import InvalidRequestError
-from pdserve.gateway.generation.choice_output import ChoiceOutput, Delta
-from pdserve.gateway.http.fields import Fields
-from pdserve.gateway.openai.completion_request import DEFAULT_MAX_TOKENS, CompletionRequest, read_completion_request
-from pdserve.gateway.openai.envelope import Body, Envelope
+from pdserve.gateway.generation.answer import ChoiceOutput, Delta
+from pdserve.gateway.http.body import Fields, is_integer, is_token_id
 from pdserve.gateway.openai.frontend import Call, Frontend
 from pdserve.gateway.openai.logprobs import BytesOf, CompletionLogprobs
-from pdserve.gateway.openai.reply import send_answer
-from pdserve.gateway.openai.usage import usage_of
+from pdserve.gateway.openai.options import MAX_LOGPROBS, MAX_TOKENS, Options, check_response_format, read_options
+from pdserve.gateway.openai.reply import Body, Envelope, send_answer, start, usage_of
+from pdserve.reasons import Ending, FinishReason
 
 _KIND = "text_completion"
+
+DEFAULT_MAX_TOKENS = 16
+MAX_PROMPTS = 256
+MAX_TOTAL_CHOICES = 1024
 
 
 async def completions(frontend: Frontend, call: Call, fields: Fields) -> None:
@@ -27,15 +33,14 @@ async def completions(frontend: Frontend, call: Call, fields: Fields) -> None:
     Raises:
         RequestError: it is wrong, refused or failed.
     """
-    frontend.check_model(fields)
     request = read_completion_request(
         fields,
         vocab_size=frontend.card.vocab_size,
         draw_seed=frontend.draw_seed,
         has_timing_header=call.has_timing,
     )
-    started_s = frontend.clock()
-    prompts, echoes = await frontend.in_thread(_encode, frontend, request)
+    started_s, loop = frontend.clock(), asyncio.get_running_loop()
+    prompts, echoes = await loop.run_in_executor(frontend.executor, _encode, frontend, request)
     frontend.observer.tokenized(frontend.clock() - started_s)
     num_prompt_tokens = sum(map(len, prompts))
     envelope = Envelope.of(frontend, call, request.options, prompts)
@@ -43,8 +48,9 @@ async def completions(frontend: Frontend, call: Call, fields: Fields) -> None:
     if request.is_prompt_only:
         await _send_prompts(call, shape, request, num_prompt_tokens)
         return
-    answer = frontend.start(call, prompts, request.options, default_max_tokens=DEFAULT_MAX_TOKENS, continues=True)
-    await send_answer(frontend, call, answer, shape, request.options.stream, num_prompt_tokens)
+    options = request.options
+    answer = start(frontend, call, prompts, options, default_max_tokens=DEFAULT_MAX_TOKENS, continues=True)
+    await send_answer(frontend, call, answer, shape, options.stream, num_prompt_tokens)
 
 
 def _encode(frontend: Frontend, request: CompletionRequest) -> tuple[list[list[int]], list[str]]:
@@ -61,27 +67,104 @@ def _encode(frontend: Frontend, request: CompletionRequest) -> tuple[list[list[i
 
 
 async def _send_prompts(call: Call, shape: CompletionShape, request: CompletionRequest, num_prompt_tokens: int) -> None:
-    """Echo without generating."""
+    """Echo the prompts without generating."""
     options = request.options.stream
     usage = usage_of(None, num_prompt_tokens=num_prompt_tokens, has_timing=False)
     num_choices = len(request.prompts) * request.options.n
-    call.record.num_prompt_tokens, call.record.finish_reason = num_prompt_tokens, "length"
+    call.record.num_prompt_tokens, call.record.ending = num_prompt_tokens, Ending.LENGTH
     if not options.is_stream:
         await call.responder.json(shape.prompts_only(num_choices, usage))
         return
-    for event in shape.prompts_only(num_choices, usage)["choices"]:
-        call.responder.add(shape.event(event))
-    if options.has_usage:
-        call.responder.add(shape.usage(usage))
-    await call.responder.done()
+    events = [shape.event(choice) for choice in shape.prompts_only(num_choices, usage)["choices"]]
+    await call.responder.done([*events, shape.usage(usage)] if options.has_usage else events)
+
+
+# --- the body
+
+
+@dataclass(frozen=True)
+class CompletionRequest:
+    """A checked completions request: prompts × n choices."""
+
+    prompts: list[str | list[int]]
+    options: Options
+    is_echo: bool
+    """The text begins with the prompt."""
+    adds_special_tokens: bool
+    """Whether a raw text gets what the tokenizer adds: usually a beginning-of-sequence token."""
+
+    @property
+    def is_prompt_only(self) -> bool:
+        """Whether nothing is generated: echo with max_tokens 0."""
+        return self.options.max_tokens == 0
+
+
+def read_completion_request(
+    fields: Fields, *, vocab_size: int, draw_seed: Callable[[], int], has_timing_header: bool
+) -> CompletionRequest:
+    """Check a completions body; arguments as for `read_options`.
+
+    Raises:
+        InvalidRequestError: `param` names the field.
+    """
+    check_response_format(fields)
+    is_echo = fields.boolean("echo", False)
+    logprobs = fields.integer("logprobs", None, 0, MAX_LOGPROBS)
+    if is_echo and logprobs is not None:
+        raise InvalidRequestError(
+            "echo with logprobs is not supported yet: log-probabilities are given for generated tokens only",
+            param="logprobs",
+            code="not_supported",
+        )
+    if fields.text("suffix"):
+        fields.forbid("suffix", "filling in the middle is not served")
+    options = read_options(
+        fields,
+        vocab_size=vocab_size,
+        max_tokens=fields.integer("max_tokens", None, 0 if is_echo else 1, MAX_TOKENS),
+        logprobs=logprobs,
+        draw_seed=draw_seed,
+        has_timing_header=has_timing_header,
+    )
+    if fields.integer("best_of", options.n, 1, MAX_TOKENS) != options.n:
+        raise fields.refuse("best_of", "equal to n: there is no ranking of hidden choices")
+    prompts = _prompts(fields, vocab_size)
+    if len(prompts) * options.n > MAX_TOTAL_CHOICES:
+        raise InvalidRequestError(
+            f"{len(prompts)} prompts with n = {options.n} make more than {MAX_TOTAL_CHOICES} choices", param="n"
+        )
+    return CompletionRequest(prompts, options, is_echo, fields.boolean("add_special_tokens", True))
+
+
+def _prompts(fields: Fields, vocab_size: int) -> list[str | list[int]]:
+    """One or several prompts, each a text or a list of token ids."""
+    prompt = fields.get("prompt")
+    if isinstance(prompt, str):
+        return [prompt]
+    if not isinstance(prompt, list) or not prompt:
+        raise fields.refuse("prompt", "a string, a list of token ids, or a list of these")
+    if all(is_integer(item) for item in prompt):
+        return [fields.token_ids("prompt", vocab_size)]
+    if len(prompt) > MAX_PROMPTS:
+        raise InvalidRequestError(f"{len(prompt)} prompts, at most {MAX_PROMPTS} are served at once", param="prompt")
+    if all(isinstance(item, str) for item in prompt):
+        return list(prompt)
+    for item in prompt:
+        if not isinstance(item, list) or not item or not all(is_token_id(token, vocab_size) for token in item):
+            raise fields.refuse("prompt", f"texts only, or non-empty lists of token ids in [0, {vocab_size}) only")
+    return list(prompt)
+
+
+# --- the answer
 
 
 class CompletionShape:
-    """Completions' events and bodies."""
+    """The events and bodies of a completions answer."""
 
     def __init__(self, envelope: Envelope, request: CompletionRequest, echoes: list[str], bytes_of: BytesOf) -> None:
         """`echoes`: the prompts' texts, empty without echo."""
         self._envelope, self._echoes, self._n = envelope, echoes, request.options.n
+        self._event_head = envelope.event_head(_KIND)
         self._has_logprobs = request.options.sampling.logprobs is not None
         self._has_token_ids = request.options.stream.has_token_ids
         self._logprobs: dict[int, CompletionLogprobs] = {}
@@ -97,16 +180,16 @@ class CompletionShape:
         return self.event(choice)
 
     def piece(self, output: ChoiceOutput, delta: Delta) -> Body:
-        """New text."""
+        """An event with new text."""
         return self.event(self._with_tokens(self._choice(output.index, delta.text, None), output, delta))
 
     def closing(self, output: ChoiceOutput) -> Body:
-        """The finish reason."""
+        """The last event of a choice: its finish reason."""
         return self.event(self._choice(output.index, "", output.finish_reason))
 
     def usage(self, usage: Body) -> Body:
-        """The usage alone."""
-        return self._envelope.usage_event(_KIND, usage)
+        """The event with the usage alone."""
+        return self._envelope.whole(_KIND, [], usage)
 
     def whole(self, choices: list[tuple[ChoiceOutput, Delta]], usage: Body) -> Body:
         """The body in one piece."""
@@ -114,12 +197,12 @@ class CompletionShape:
 
     def prompts_only(self, num_choices: int, usage: Body) -> Body:
         """The body when nothing was generated."""
-        choices = [self._choice(index, self._echo(index), "length") for index in range(num_choices)]
+        choices = [self._choice(index, self._echo(index), FinishReason.LENGTH) for index in range(num_choices)]
         return self._envelope.whole(_KIND, choices, usage)
 
     def event(self, choice: Body) -> Body:
         """One event with one choice."""
-        return self._envelope.event(_KIND, [choice])
+        return {**self._event_head, "choices": [choice]}
 
     def _whole_choice(self, output: ChoiceOutput, delta: Delta) -> Body:
         choice = self._choice(output.index, self._echo(output.index) + delta.text, output.finish_reason)

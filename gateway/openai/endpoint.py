@@ -1,4 +1,4 @@
-"""The edge around every POST: body in, errors out, and an ear for the client that leaves.
+"""The edge around every POST: body in, errors out, and an ear for the client that leaves. Step 1 of 8.
 
 The handler races against `http.disconnect`: polling would miss it behind middleware. Whatever a handler raises
 becomes one error in one shape; what it does not expect is logged and becomes a 500.
@@ -9,22 +9,23 @@ from __future__ import annotations
 import asyncio
 import re
 import secrets
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from pdserve.errors import RequestError
-from pdserve.gateway.http.body import ClientGoneError, Receive, read_fields
-from pdserve.gateway.http.error_body import internal_error
-from pdserve.gateway.http.fields import Fields
+from pdserve.gateway.dispatch.admission import shutdown_error
+from pdserve.gateway.http.body import ClientGoneError, Fields, Receive, read_fields
+from pdserve.gateway.http.error_body import http_error, internal_error
 from pdserve.gateway.http.sse import Responder, Send, SlowClientError
 from pdserve.gateway.openai.frontend import Call, Frontend
 from pdserve.http_server import ABORT
 from pdserve.log import get_logger
+from pdserve.reasons import Ending
 
 _log = get_logger(__name__)
 
-Handler = Callable[[Frontend, Call, Fields], Awaitable[None]]
+Handler = Callable[[Frontend, Call, Fields], Coroutine[Any, Any, None]]
 _CLIENT_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")
 CLIENT_LEFT = 499
 
@@ -48,12 +49,14 @@ class PostEndpoint:
         if not self.is_generation:
             await self._serve(call, headers, receive, abort)
             return
-        with frontend.active():
-            try:
-                await self._serve(call, headers, receive, abort)
-            finally:
-                call.record.duration_s = frontend.clock() - call.received_s
-                frontend.observer.ended(call.record)
+        frontend.num_active += 1
+        try:
+            await self._serve(call, headers, receive, abort)
+        finally:
+            frontend.num_active -= 1
+            frontend.has_ended.set()
+            call.record.duration_s = frontend.clock() - call.received_s
+            frontend.observer.ended(call.record)
 
     async def _serve(
         self, call: Call, headers: Mapping[bytes, bytes], receive: Receive, abort: Callable[[], None]
@@ -63,7 +66,7 @@ class PostEndpoint:
             await self._answer(call, headers, receive)
             record.code = responder.status or CLIENT_LEFT
         except (ClientGoneError, SlowClientError) as error:
-            record.code, record.finish_reason = responder.status or CLIENT_LEFT, "cancelled"
+            record.code, record.ending = responder.status or CLIENT_LEFT, Ending.CANCELLED
             if isinstance(error, SlowClientError):
                 _log.info("request %s: the client does not read, its connection is closed", call.request_id)
                 abort()
@@ -76,16 +79,22 @@ class PostEndpoint:
 
     async def _answer(self, call: Call, headers: Mapping[bytes, bytes], receive: Receive) -> None:
         limits = self.frontend.limits
-        if self.is_generation:
-            self.frontend.check_open()
+        if self.is_generation and self.frontend.is_draining:
+            raise shutdown_error()
         fields = await read_fields(headers, receive, max_bytes=limits.max_body_bytes, timeout_s=limits.body_timeout_s)
-        await _until_client_leaves(receive, self._run(call, fields), call.responder)
+        self._check_model(fields)
+        await _until_client_leaves(receive, self.handler(self.frontend, call, fields), call.responder)
 
-    async def _run(self, call: Call, fields: Fields) -> None:
-        await self.handler(self.frontend, call, fields)
+    def _check_model(self, fields: Fields) -> None:
+        """A request names this model, or none."""
+        name = fields.text("model")
+        if name is not None and name != self.frontend.card.served_name:
+            error = http_error(404, f"The model {name[:80]!r} does not exist here.", code="model_not_found")
+            error.param = "model"
+            raise error
 
     async def _fail(self, call: Call, error: RequestError) -> None:
-        call.record.code, call.record.finish_reason = call.responder.status or error.status, "error"
+        call.record.code, call.record.ending = call.responder.status or error.status, Ending.ERROR
         try:
             await call.responder.fail(error)
         except SlowClientError:

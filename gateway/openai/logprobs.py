@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from pdserve.gateway.generation.choice_output import TokenEntry
+from pdserve.gateway.generation.answer import TokenEntry
 from pdserve.gateway.openai.options import finite_logprob
 
 BytesOf = Callable[[int], bytes]

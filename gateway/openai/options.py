@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from pdserve.errors import InvalidRequestError
-from pdserve.gateway.http.fields import INT64, Fields, as_finite
+from pdserve.gateway.http.body import INT64, Fields, as_finite
 from pdserve.sampling_params import SamplingParams
 
 MAX_CHOICES = 128

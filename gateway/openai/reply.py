@@ -1,42 +1,172 @@
-"""Sends an answer in the shape of one endpoint, whole or as a stream. Knows neither chat nor completions.
+"""From a checked request to the bytes of its answer: submitted, then sent in the shape of one endpoint.
 
+Before: chat.py or completions.py made token ids and options of a body. After: dispatch/dispatcher.py takes the
+`GenerationRequest`; http/sse.py writes what comes back. Knows neither chat nor completions.
 Order of a stream, per choice: opening, pieces, closing; then the usage if asked for, then `[DONE]`.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-from pdserve.gateway.generation.answer import Answer
-from pdserve.gateway.generation.choice_output import ChoiceOutput, Delta
+from pdserve.errors import InvalidRequestError
+from pdserve.gateway.generation.answer import Answer, ChoiceOutput, Delta
+from pdserve.gateway.generation.request import GenerationRequest
 from pdserve.gateway.http.sse import Responder, SlowClientError
 from pdserve.gateway.openai.frontend import Call, Frontend
-from pdserve.gateway.openai.options import StreamOptions
-from pdserve.gateway.openai.usage import usage_of
-from pdserve.reasons import CancelReason
+from pdserve.gateway.openai.options import Options, StreamOptions
+from pdserve.gateway.text.stop_strings import StopMatcher
+from pdserve.gateway.text.tokenizer import Detokenizer
+from pdserve.reasons import CancelReason, Ending
 
 Body = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Envelope:
+    """The fields around `choices`, in all events and bodies of one answer."""
+
+    head: Body
+    options: StreamOptions
+    prompt_token_ids: list[list[int]]
+
+    @classmethod
+    def of(cls, frontend: Frontend, call: Call, options: Options, prompts: list[list[int]]) -> Envelope:
+        """The envelope of one request."""
+        head = {
+            "id": call.request_id,
+            "object": "",
+            "created": int(time.time()),
+            "model": frontend.card.served_name,
+            "system_fingerprint": f"pdserve-{frontend.card.fingerprint[:12]}",
+        }
+        return cls(head, options.stream, prompts)
+
+    def event_head(self, kind: str) -> Body:
+        """All of an event but its choices; with include_usage each carries a null until the last."""
+        head = {**self.head, "object": kind}
+        return {**head, "usage": None} if self.options.has_usage else head
+
+    def whole(self, kind: str, choices: list[Body], usage: Body) -> Body:
+        """A body in one piece, or the last event, which has no choices."""
+        return {**self.head, "object": kind, "choices": choices, "usage": usage}
 
 
 class Shape(Protocol):
     """How one endpoint writes choices."""
 
     def opening(self, output: ChoiceOutput) -> Body | None:
-        """Event before a choice's first piece."""
+        """The event before a choice's first piece, if there is one."""
 
     def piece(self, output: ChoiceOutput, delta: Delta) -> Body:
-        """Event with new text."""
+        """An event with new text."""
 
     def closing(self, output: ChoiceOutput) -> Body:
-        """Event with a choice's finish reason."""
+        """The event with a choice's finish reason."""
 
     def usage(self, usage: Body) -> Body:
-        """Last event, without choices."""
+        """The last event, without choices."""
 
     def whole(self, choices: list[tuple[ChoiceOutput, Delta]], usage: Body) -> Body:
         """The body of an answer in one piece."""
+
+
+def usage_of(answer: Answer | None, *, num_prompt_tokens: int, has_timing: bool) -> Body:
+    """Tokens of one request; without an answer nothing was generated. Several prompts share the first one's timing."""
+    num_output_tokens = answer.num_output_tokens if answer else 0
+    usage: Body = {
+        "prompt_tokens": num_prompt_tokens,
+        "completion_tokens": num_output_tokens,
+        "total_tokens": num_prompt_tokens + num_output_tokens,
+        "prompt_tokens_details": {"cached_tokens": answer.num_cached_tokens if answer else 0},
+    }
+    if has_timing and answer:
+        usage["timing"] = answer.generations[0].waterfall.as_timing()
+    return usage
+
+
+# --- submitting
+
+
+def start(
+    frontend: Frontend,
+    call: Call,
+    prompts: Sequence[list[int]],
+    options: Options,
+    *,
+    default_max_tokens: int | None,
+    continues: bool,
+) -> Answer:
+    """Submit one generation per prompt.
+
+    Args:
+        default_max_tokens: when the client gave none; None = the rest of the context.
+        continues: the output goes on where the prompt's text ended.
+
+    Raises:
+        RequestError: a prompt is empty or too long, or the dispatcher refuses.
+    """
+    if not all(prompts):
+        raise InvalidRequestError("the prompt is empty and this model has no token to begin with", param="prompt")
+    limit = min(frontend.card.max_model_len, frontend.dispatcher.max_total_tokens or frontend.card.max_model_len)
+    eos_ids = frozenset[int]() if options.sampling.ignore_eos else frontend.card.eos_token_ids
+    terminal_ids = eos_ids | set(options.sampling.stop_token_ids)
+    requests = [
+        GenerationRequest(
+            request_id=call.request_id if len(prompts) == 1 else f"{call.request_id}-{number}",
+            prompt_token_ids=token_ids,
+            n=options.n,
+            sampling=options.sampling_for(len(token_ids), limit, default_max_tokens),
+            deadline_s=call.received_s + frontend.limits.request_deadline_s,
+            received_s=call.received_s,
+            terminal_ids=terminal_ids,
+            priority=options.priority,
+            cache_salt=options.cache_salt,
+            pinned_prefill=call.pinned_prefill,
+            pinned_decode=call.pinned_decode,
+        )
+        for number, token_ids in enumerate(prompts)
+    ]
+    call.record.num_prompt_tokens = sum(map(len, prompts))
+    generations = []
+    try:
+        for request in requests:
+            frontend.observer.offered(len(request.prompt_token_ids))
+            generations.append(frontend.dispatcher.submit(request))
+    except BaseException:
+        for generation in generations:
+            generation.cancel(CancelReason.CLIENT)
+        raise
+    call.record.waterfall = generations[0].waterfall
+    outputs = [_output(frontend, index, options, terminal_ids, continues) for index in range(len(requests) * options.n)]
+    return Answer(generations, outputs, clock=frontend.clock, on_tokens=frontend.observer.tokens_came)
+
+
+def _output(
+    frontend: Frontend, index: int, options: Options, terminal_ids: frozenset[int], continues: bool
+) -> ChoiceOutput:
+    tokenizer, has_stops = frontend.prompts.tokenizer, bool(options.stops or options.is_stop_included)
+    return ChoiceOutput(
+        index,
+        Detokenizer(
+            tokenizer.backend_tokenizer,
+            skip_special_tokens=options.skip_special_tokens,
+            continues=continues,
+            token_bytes=tokenizer.token_bytes,
+        ),
+        stops=StopMatcher(options.stops, options.is_stop_included) if has_stops else None,
+        terminal_ids=terminal_ids,
+        hidden_ids=tokenizer.special_ids if options.skip_special_tokens else frozenset(),
+        has_logprobs=options.sampling.logprobs is not None,
+        min_tokens=options.sampling.min_tokens,
+    )
+
+
+# --- sending
 
 
 async def send_answer(
@@ -52,17 +182,18 @@ async def send_answer(
     def usage() -> Body:
         return usage_of(answer, num_prompt_tokens=num_prompt_tokens, has_timing=options.has_timing)
 
-    record = call.record
-    record.finish_reason = "cancelled"
+    record, responder = call.record, call.responder
+    record.ending = Ending.CANCELLED
     try:
         if options.is_stream:
-            keepalive_s = frontend.limits.sse_keepalive_s
-            await _Stream(call.responder, answer, shape, options, keepalive_s).run(usage)
+            await _stream(frontend, responder, answer, shape, options)
+            has_usage = options.has_usage or options.has_timing
+            await responder.done([shape.usage(usage())] if has_usage else [])
         else:
-            while not answer.is_complete:
-                await answer.advance()
-            await call.responder.json(shape.whole([(output, output.take()) for output in answer.outputs], usage()))
-        record.finish_reason = answer.outputs[0].finish_reason or "error"
+            while await answer.advance():
+                pass
+            await responder.json(shape.whole([(output, output.take()) for output in answer.outputs], usage()))
+        record.ending = Ending(answer.outputs[0].finish_reason or Ending.ERROR)
     except SlowClientError:
         answer.cancel(CancelReason.SLOW_CLIENT)
         raise
@@ -71,50 +202,38 @@ async def send_answer(
         answer.cancel(CancelReason.CLIENT)
 
 
-class _Stream:
-    """One answer as server-sent events."""
-
-    def __init__(
-        self, responder: Responder, answer: Answer, shape: Shape, options: StreamOptions, keepalive_s: float
-    ) -> None:
-        self._responder, self._answer, self._shape, self._options = responder, answer, shape, options
-        self._keepalive_s = keepalive_s
-        self._opened: set[int] = set()
-
-    async def run(self, usage: Callable[[], Body]) -> None:
-        """Everything up to `[DONE]`."""
-        while not self._answer.is_complete:
-            try:
-                async with asyncio.timeout(self._keepalive_s):
-                    outputs = await self._answer.advance()
-            except TimeoutError:
-                await self._responder.keep_alive()
-                continue
-            if outputs:
-                await self._write(outputs)
-        if self._options.has_usage or self._options.has_timing:
-            self._responder.add(self._shape.usage(usage()))
-        await self._responder.done()
-
-    async def _write(self, outputs: list[ChoiceOutput]) -> None:
-        is_first = not self._opened
-        for output in outputs:
-            self._add(output)
-        await self._responder.flush()
+async def _stream(
+    frontend: Frontend, responder: Responder, answer: Answer, shape: Shape, options: StreamOptions
+) -> None:
+    """Send the events of all choices as they grow, and comments while they do not."""
+    opened: set[int] = set()
+    while True:
+        try:
+            async with asyncio.timeout(frontend.limits.sse_keepalive_s):
+                outputs = await answer.advance()
+        except TimeoutError:
+            await responder.keep_alive()
+            continue
+        if not outputs:
+            return
+        is_first = not opened
+        await responder.events([event for output in outputs for event in _events_of(output, shape, options, opened)])
         if is_first:
-            self._answer.note_first_write()
+            for generation in answer.generations:
+                generation.waterfall.note_first_write(frontend.clock())
 
-    def _add(self, output: ChoiceOutput) -> None:
-        """Queue the events of one choice; tokens without text wait for the next ones that have some."""
-        has_token_ids, index = self._options.has_token_ids, output.index
-        if index not in self._opened:
-            self._opened.add(index)
-            opening = self._shape.opening(output)
-            if opening is not None:
-                self._responder.add(opening)
-        if output.has_text or has_token_ids or output.is_finished:
-            delta = output.take()
-            if delta.text or delta.entries or (has_token_ids and delta.token_ids):
-                self._responder.add(self._shape.piece(output, delta))
-        if output.is_finished:
-            self._responder.add(self._shape.closing(output))
+
+def _events_of(output: ChoiceOutput, shape: Shape, options: StreamOptions, opened: set[int]) -> list[Body]:
+    """What one choice has to say; tokens without text wait for the next ones that have some."""
+    events: list[Body | None] = []
+    if output.index not in opened:
+        opened.add(output.index)
+        events.append(shape.opening(output))
+    is_finished, has_token_ids = output.finish_reason is not None, options.has_token_ids
+    if output.delta.text or has_token_ids or is_finished:
+        delta = output.take()
+        if delta.text or delta.entries or (has_token_ids and delta.token_ids):
+            events.append(shape.piece(output, delta))
+    if is_finished:
+        events.append(shape.closing(output))
+    return [event for event in events if event is not None]

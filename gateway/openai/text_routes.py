@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, FastAPI
@@ -13,26 +15,22 @@ from fastapi.responses import JSONResponse
 from starlette.routing import Route
 
 from pdserve.errors import InvalidRequestError
+from pdserve.gateway.http.body import Fields
 from pdserve.gateway.http.error_body import http_error
-from pdserve.gateway.http.fields import Fields
-from pdserve.gateway.openai.chat_request import read_chat
+from pdserve.gateway.openai.chat import read_chat
 from pdserve.gateway.openai.endpoint import PostEndpoint
 from pdserve.gateway.openai.frontend import Call, Frontend
-from pdserve.gateway.text.chat_prompt import Prompt
 
 
 async def tokenize(frontend: Frontend, call: Call, fields: Fields) -> None:
     """A raw text (`prompt`) or a chat (`messages`) → token ids."""
-    frontend.check_model(fields)
+    loop, prompts = asyncio.get_running_loop(), frontend.prompts
     if fields.has("messages"):
-        prompt = await frontend.in_thread(frontend.prompts.build, read_chat(fields))
+        prompt = await loop.run_in_executor(frontend.executor, prompts.build, read_chat(fields))
         token_ids = prompt.token_ids
     else:
-        token_ids = await frontend.in_thread(
-            frontend.prompts.tokenizer.encode,
-            _required_text(fields, "prompt"),
-            add_special_tokens=fields.boolean("add_special_tokens", True),
-        )
+        encode = partial(prompts.tokenizer.encode, add_special_tokens=fields.boolean("add_special_tokens", True))
+        token_ids = await loop.run_in_executor(frontend.executor, encode, _required_text(fields, "prompt"))
     body: dict[str, Any] = {
         "count": len(token_ids),
         "max_model_len": frontend.card.max_model_len,
@@ -40,24 +38,26 @@ async def tokenize(frontend: Frontend, call: Call, fields: Fields) -> None:
         "token_strs": None,
     }
     if fields.boolean("return_token_strs", False):
-        entry = frontend.prompts.tokenizer.backend_tokenizer.id_to_token
-        body["token_strs"] = await frontend.in_thread(lambda: [entry(token_id) for token_id in token_ids])
+        entry = prompts.tokenizer.backend_tokenizer.id_to_token
+        shown = loop.run_in_executor(frontend.executor, lambda: [entry(token_id) for token_id in token_ids])
+        body["token_strs"] = await shown
     await call.responder.json(body)
 
 
 async def detokenize(frontend: Frontend, call: Call, fields: Fields) -> None:
     """Token ids → text, special tokens included."""
-    frontend.check_model(fields)
     if not isinstance(fields.get("tokens"), list):
         raise fields.refuse("tokens", "a list of token ids")
     token_ids = fields.token_ids("tokens", frontend.card.vocab_size)
-    await call.responder.json({"prompt": await frontend.in_thread(frontend.prompts.tokenizer.decode, token_ids)})
+    decode = frontend.prompts.tokenizer.decode
+    text = await asyncio.get_running_loop().run_in_executor(frontend.executor, decode, token_ids)
+    await call.responder.json({"prompt": text})
 
 
 async def render(frontend: Frontend, call: Call, fields: Fields) -> None:
     """What a chat request sends to the model, without sending it."""
-    frontend.check_model(fields)
-    prompt: Prompt = await frontend.in_thread(frontend.prompts.build, read_chat(fields))
+    loop, chat = asyncio.get_running_loop(), read_chat(fields)
+    prompt = await loop.run_in_executor(frontend.executor, frontend.prompts.build, chat)
     await call.responder.json(
         {
             "model": frontend.card.served_name,
@@ -69,7 +69,7 @@ async def render(frontend: Frontend, call: Call, fields: Fields) -> None:
 
 
 def add_text_routes(app: FastAPI, frontend: Frontend) -> None:
-    """Add the routes of this file."""
+    """Add the routes of this file to the app."""
     for prefix in ("", "/v1"):
         for name, handler in (("tokenize", tokenize), ("detokenize", detokenize)):
             app.router.routes.append(Route(f"{prefix}/{name}", PostEndpoint(frontend, handler), methods=["POST"]))

@@ -1,60 +1,131 @@
 """Where a prompt or a hand-off goes *now*, or why it has to wait: the router's choice within the workers' windows.
 
-Pure apart from the ledger of what is outstanding. A prompt goes out only when its P has room and the decode pool
-can take what comes out of it, so that P never holds KV blocks that nobody can fetch.
+Prefill workers grant every gateway a window of prompt tokens, decode workers one of KV blocks. A holding is
+*unsettled* until the worker's own load figures include it, and *returned* when it ended while they still did: that
+is how the gateway corrects them between two heartbeats. A prompt goes out only when its prefill worker has room and
+the decode pool can take what comes out of it, so that no KV blocks are held that no worker can fetch.
+Pure apart from this ledger: told about time, never about clocks or the bus.
 """
 
 from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, field
 
-from pdserve.gateway.routing.prefixes import BLOCKS_PER_SPAN, PrefixMemory, prefix_hashes
-from pdserve.gateway.routing.router import DecodeLoad, PrefillLoad, Router
-from pdserve.gateway.routing.windows import Windows
+from pdserve.gateway.routing.router import (
+    BLOCKS_PER_SPAN,
+    DecodeLoad,
+    Demand,
+    PrefillLoad,
+    Router,
+    Workers,
+)
 from pdserve.registration import Role, WorkerRef, WorkerRegistration
-
-Workers = Mapping[str, WorkerRegistration]
 
 
 class Wait(enum.Enum):
     """Why there is no choice now."""
 
     NO_PAIR = "no_pair"
-    """No such worker is ready."""
+    """No worker that this demand needs is ready."""
     NO_ROOM = "no_room"
     """The worker, or the whole decode pool, is full at the moment."""
     ALL_REFUSED = "all_refused"
     """Every decode worker there is had this attempt before."""
 
 
-@dataclass(slots=True, eq=False)
-class Demand:
-    """What a request (all choices together) or one sequence asks for."""
+@dataclass(slots=True)
+class Holding:
+    """One job's share of a worker's window."""
 
-    token_ids: list[int]
-    num_choices: int
-    will_decode: bool
-    is_local: bool = False
-    """No hand-off: the decode worker computes the prompt itself."""
-    cache_salt: str = ""
-    pinned_prefill: str | None = None
-    pinned_decode: str | None = None
-    is_pin_strict: bool = True
-    """First dispatch: the pinned pair or none. Later: the pinned pair if it is there."""
-    _hashes: dict[int, list[int]] = field(default_factory=dict)
+    amount: int
+    sent_s: float
+    is_settled: bool = False
 
-    def hashes(self, block_size: int) -> list[int]:
-        """Prefix hashes of the prompt, computed once per block size."""
-        if block_size not in self._hashes:
-            self._hashes[block_size] = prefix_hashes(self.token_ids, BLOCKS_PER_SPAN * block_size, self.cache_salt)
-        return self._hashes[block_size]
 
-    def num_decode_blocks(self, block_size: int) -> int:
-        """What D reserves per choice: the prompt's blocks plus one."""
-        return -(-len(self.token_ids) // block_size) + 1 if self.will_decode or self.is_local else 0
+@dataclass(slots=True)
+class WorkerHoldings:
+    """All holdings at one worker, with running sums."""
+
+    by_key: dict[Hashable, Holding] = field(default_factory=dict)
+    total: int = 0
+    unsettled: int = 0
+    num_unsettled: int = 0
+    returned: int = 0
+
+
+class Windows:
+    """The ledger of one role. Amounts are prompt tokens (P) or KV blocks (D)."""
+
+    def __init__(self, settle_after_s: float) -> None:
+        self._settle_after_s = settle_after_s
+        self._workers: dict[WorkerRef, WorkerHoldings] = {}
+
+    def take(self, worker: WorkerRef, key: Hashable, amount: int, now_s: float) -> None:
+        """A job went out; taking again under the same key replaces the holding."""
+        self.release(worker, key)
+        holdings = self._workers.setdefault(worker, WorkerHoldings())
+        holdings.by_key[key] = Holding(amount, now_s)
+        holdings.total += amount
+        holdings.unsettled += amount
+        holdings.num_unsettled += 1
+
+    def release(self, worker: WorkerRef, key: Hashable) -> None:
+        """The worker is done with the job; unknown: nothing."""
+        holdings = self._workers.get(worker)
+        holding = holdings.by_key.pop(key, None) if holdings is not None else None
+        if holdings is None or holding is None:
+            return
+        holdings.total -= holding.amount
+        if holding.is_settled:
+            holdings.returned += holding.amount
+        else:
+            holdings.unsettled -= holding.amount
+            holdings.num_unsettled -= 1
+
+    def refresh(self, worker: WorkerRef, now_s: float) -> None:
+        """A newer registration was read: it includes every job that had time to arrive before it was written."""
+        holdings = self._workers.get(worker)
+        if holdings is None:
+            return
+        holdings.returned = 0
+        if not holdings.by_key:
+            del self._workers[worker]
+        elif holdings.num_unsettled:
+            self._settle(holdings, now_s)
+
+    def forget(self, worker: WorkerRef) -> None:
+        """The worker is gone."""
+        self._workers.pop(worker, None)
+
+    def _settle(self, holdings: WorkerHoldings, now_s: float) -> None:
+        for holding in holdings.by_key.values():
+            if not holding.is_settled and now_s - holding.sent_s >= self._settle_after_s:
+                holding.is_settled = True
+                holdings.unsettled -= holding.amount
+                holdings.num_unsettled -= 1
+
+    def total(self, worker: WorkerRef) -> int:
+        """Everything outstanding there."""
+        holdings = self._workers.get(worker)
+        return holdings.total if holdings else 0
+
+    def unsettled(self, worker: WorkerRef) -> int:
+        """What the worker's load figures do not include yet, less what they include no longer rightly."""
+        holdings = self._workers.get(worker)
+        return holdings.unsettled - holdings.returned if holdings else 0
+
+    def num_unsettled(self, worker: WorkerRef) -> int:
+        """How many jobs the worker's load figures do not include yet."""
+        holdings = self._workers.get(worker)
+        return holdings.num_unsettled if holdings else 0
+
+    def has_any(self, worker: WorkerRef) -> bool:
+        """Whether anything of ours is there: if not, one job always goes, however small the window."""
+        holdings = self._workers.get(worker)
+        return holdings is not None and bool(holdings.by_key)
 
 
 class Placement:
@@ -62,7 +133,6 @@ class Placement:
 
     def __init__(self, router: Router, *, settle_after_s: float, is_inbox_full: Callable[[WorkerRef], bool]) -> None:
         self.router = router
-        self.prefixes = PrefixMemory()
         self.prefill_windows, self.decode_windows = Windows(settle_after_s), Windows(settle_after_s)
         self._is_inbox_full = is_inbox_full
         self._unbound: dict[Hashable, tuple[str, int]] = {}
@@ -71,12 +141,24 @@ class Placement:
     def has_workers(self, demand: Demand, workers: Workers) -> bool:
         """Whether anybody could serve this demand, now or when there is room."""
         if demand.is_local:
-            return bool(_pinned_decode(self.router.ready(workers, Role.DECODE), demand))
-        return bool(_pinned(*self.router.pairs(workers), demand)[0])
+            return bool(demand.allowed_decode(self.router.ready(workers, Role.DECODE)))
+        return bool(demand.allowed_pairs(self.router.pairs(workers))[0])
 
     def computing(self, demand: Demand, workers: Workers) -> list[WorkerRegistration]:
         """Workers of the role that computes the prompt."""
         return self.router.ready(workers, Role.DECODE) if demand.is_local else self.router.pairs(workers)[0]
+
+    def are_inboxes_full(self, workers: list[WorkerRegistration]) -> bool:
+        """Whether all of these workers, and at least one, have as many messages waiting as the bus keeps for them."""
+        return bool(workers) and all(self._is_inbox_full(worker.ref) for worker in workers)
+
+    def num_outstanding_tokens(self, workers: list[WorkerRegistration]) -> int:
+        """Prompt tokens of this gateway that these workers have and have not finished."""
+        return sum(self.prefill_windows.total(worker.ref) for worker in workers)
+
+    def most_guessed_tokens(self, demand: Demand, workers: list[WorkerRegistration]) -> int:
+        """Prompt tokens that one of these workers probably has in its prefix cache."""
+        return max((self.num_guessed_tokens(demand, worker) for worker in workers), default=0)
 
     # --- prompts
 
@@ -84,8 +166,7 @@ class Placement:
         self, demand: Demand, workers: Workers, now_s: float, blocked: set[WorkerRef]
     ) -> WorkerRegistration | Wait:
         """The P for a prompt. `blocked`: workers that an entry further ahead waits for; extended here."""
-        prefill, decode = self.router.pairs(workers)
-        prefill, decode = _pinned(prefill, decode, demand)
+        prefill, decode = demand.allowed_pairs(self.router.pairs(workers))
         if not prefill:
             return Wait.NO_PAIR
         roomy = {worker.kv_signature for worker in decode if self._has_decode_room(demand, worker.kv_signature, decode)}
@@ -106,7 +187,7 @@ class Placement:
         self, demand: Demand, workers: Workers, now_s: float, blocked: set[WorkerRef]
     ) -> WorkerRegistration | Wait:
         """The D that computes a prompt itself. `blocked`: as for `find_prefill`."""
-        decode = _pinned_decode(self.router.ready(workers, Role.DECODE), demand)
+        decode = demand.allowed_decode(self.router.ready(workers, Role.DECODE))
         if not decode:
             return Wait.NO_PAIR
         signatures = {worker.kv_signature for worker in decode}
@@ -122,18 +203,18 @@ class Placement:
     def num_guessed_tokens(self, demand: Demand, worker: WorkerRegistration) -> int:
         """Prompt tokens that the worker probably has in its prefix cache."""
         hashes = demand.hashes(worker.block_size)
-        return self.prefixes.num_hit_spans(worker.ref, hashes) * BLOCKS_PER_SPAN * worker.block_size
+        return self.router.prefixes.num_hit_spans(worker.ref, hashes) * BLOCKS_PER_SPAN * worker.block_size
 
     def num_uncached_tokens(self, demand: Demand, worker: WorkerRegistration) -> int:
         """Prompt tokens that the worker would have to compute, as far as its guesses have come true."""
-        guessed = self.num_guessed_tokens(demand, worker) * self.prefixes.credit(worker.ref)
-        return max(1, len(demand.token_ids) - int(guessed))
+        guessed = self.num_guessed_tokens(demand, worker) * self.router.prefixes.credit(worker.ref)
+        return max(1, demand.num_tokens - int(guessed))
 
     def take_prefill(self, key: Hashable, demand: Demand, worker: WorkerRegistration, now_s: float) -> None:
         """A PrefillJob goes out."""
         ref = worker.ref
         self.prefill_windows.take(ref, key, self.num_uncached_tokens(demand, worker), now_s)
-        self.prefixes.note_sent(ref, demand.hashes(worker.block_size), worker.num_blocks // BLOCKS_PER_SPAN)
+        self.router.prefixes.note_sent(ref, demand.hashes(worker.block_size), worker.num_blocks // BLOCKS_PER_SPAN)
         self.release_unbound(key)
         num_blocks = demand.num_decode_blocks(worker.block_size)
         self._unbound[key] = (worker.kv_signature, num_blocks)
@@ -154,7 +235,7 @@ class Placement:
         usable = [worker for worker in ready if worker.ref not in refused]
         if not usable:
             return Wait.ALL_REFUSED if ready else Wait.NO_PAIR
-        pinned = [worker for worker in usable if worker.worker_id == demand.pinned_decode]
+        pinned = [worker for worker in usable if worker.worker_id == demand.request.pinned_decode]
         candidates = self._with_room(demand, pinned or usable)
         chosen = self.router.choose_decode(candidates, lambda worker: self._decode_load(demand, worker), now_s, prefill)
         return chosen if chosen is not None else Wait.NO_ROOM
@@ -171,7 +252,7 @@ class Placement:
 
     def forget(self, worker: WorkerRef) -> None:
         """The worker is gone, with its queue and its cache."""
-        self.prefixes.forget(worker)
+        self.router.prefixes.forget(worker)
         self.prefill_windows.forget(worker)
         self.decode_windows.forget(worker)
 
@@ -225,27 +306,3 @@ class Placement:
             num_free_blocks=max(load.num_available_blocks, worker.window) - self.decode_windows.unsettled(ref),
             num_needed_blocks=demand.num_decode_blocks(worker.block_size),
         )
-
-
-def _pinned(
-    prefill: list[WorkerRegistration], decode: list[WorkerRegistration], demand: Demand
-) -> tuple[list[WorkerRegistration], list[WorkerRegistration]]:
-    """The workers that the pins allow; loose pins allow everyone when the pinned ones are not there."""
-    if demand.pinned_prefill is None and demand.pinned_decode is None:
-        return prefill, decode
-    only_decode = [worker for worker in decode if demand.pinned_decode in (None, worker.worker_id)]
-    signatures = {worker.kv_signature for worker in only_decode}
-    only_prefill = [
-        worker
-        for worker in prefill
-        if demand.pinned_prefill in (None, worker.worker_id) and worker.kv_signature in signatures
-    ]
-    if only_prefill and only_decode:
-        return only_prefill, only_decode
-    return ([], []) if demand.is_pin_strict else (prefill, decode)
-
-
-def _pinned_decode(decode: list[WorkerRegistration], demand: Demand) -> list[WorkerRegistration]:
-    """The same for a prompt that its decode worker computes."""
-    only = [worker for worker in decode if demand.pinned_decode in (None, worker.worker_id)]
-    return only if only or demand.is_pin_strict else decode

@@ -10,7 +10,7 @@ detokenize.py falls back on the tokenizer itself.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -65,18 +65,16 @@ class DecoderRules:
         return cls(**rules) if steps else None
 
 
-@dataclass
-class TokenBytes:
+class TokenBytes(dict[int, bytes]):
     """Token id → bytes, filled as ids are met. Shared by all streams of one model."""
 
-    tokenizer: Tokenizer
-    rules: DecoderRules
-    special_ids: frozenset[int]
-    _known: dict[int, bytes] = field(default_factory=dict)
+    def __init__(self, tokenizer: Tokenizer, rules: DecoderRules, special_ids: frozenset[int]) -> None:
+        super().__init__()
+        self.tokenizer, self.rules, self.special_ids = tokenizer, rules, special_ids
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> TokenBytes | None:
-        """None: this tokenizer's text is not the concatenation of its tokens' bytes."""
+        """The table of this tokenizer; None: its text is not the concatenation of its tokens' bytes."""
         rules = DecoderRules.read(_decoder_steps(tokenizer))
         if rules is None:
             return None
@@ -85,20 +83,16 @@ class TokenBytes:
         ids = frozenset(index for index, token in added.items() if token.content in special_texts)
         return cls(tokenizer, rules, ids)
 
-    def __getitem__(self, token_id: int) -> bytes:
+    def __missing__(self, token_id: int) -> bytes:
         """Bytes of one token, wherever it stands but at the very beginning; empty for an id without an entry."""
-        known = self._known.get(token_id)
-        if known is None:
-            entry = self.tokenizer.id_to_token(token_id)
-            known = self._known[token_id] = b"" if entry is None else self._bytes_of(entry)
-        return known
+        entry = self.tokenizer.id_to_token(token_id)
+        self[token_id] = b"" if entry is None else self._bytes_of(entry)
+        return self[token_id]
 
     def at_start(self, token_id: int) -> bytes:
-        """Bytes of the very first token of a text."""
+        """Bytes of the very first token of a text, for a tokenizer that drops its blanks."""
         entry = self.tokenizer.id_to_token(token_id)
-        if entry is None or not self.rules.drops_first_blanks:
-            return self[token_id]
-        return self._bytes_of(entry.replace(_BLANK, ""))
+        return b"" if entry is None else self._bytes_of(entry.replace(_BLANK, ""))
 
     def _bytes_of(self, entry: str) -> bytes:
         if self.rules.is_byte_level:

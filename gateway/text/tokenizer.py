@@ -1,25 +1,34 @@
-"""Text ↔ token ids with the `tokenizers` library alone. Blocking: called in worker threads, never on the loop.
+"""Text ↔ token ids with the `tokenizers` library alone: whole texts both ways, and ids → text while they come.
 
-`encode_batch_fast` releases the interpreter lock where `encode` holds it, so a long prompt stalls no stream.
+Encoding and decoding whole texts blocks: called in worker threads, never on the loop. `encode_batch_fast` releases
+the interpreter lock where `encode` holds it, so a long prompt stalls no stream.
+A `Detokenizer` runs on the loop: never half a character, never a rewritten one, in linear time. At the end its pieces
+are what the tokenizer's own `decode` makes of all ids, with one exception for the better: SentencePiece decoders turn
+a whole run of bytes into U+FFFD when its last character is cut; here the complete characters of the run stay and the
+cut one becomes a single U+FFFD. It never cleans up blanks.
 """
 
 from __future__ import annotations
 
+import codecs
 import json
 import secrets
 import threading
+from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from tokenizers import AddedToken, Tokenizer
 
 from pdserve.errors import InvalidRequestError, ModelError
-from pdserve.gateway.detokenize import Detokenizer
 from pdserve.gateway.text.control_tokens import ControlTokens, Marks, Occurrence
 from pdserve.gateway.text.token_bytes import TokenBytes
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+REPLACEMENT = "\ufffd"
+MAX_HELD_TOKENS = 8
+"""A character has at most 4 bytes, so at most 4 tokens: what is still unfinished after 8 is not a character."""
 
 
 class ModelTokenizer:
@@ -81,15 +90,6 @@ class ModelTokenizer:
     def decode(self, ids: list[int], *, skip_special_tokens: bool = False) -> str:
         """The text of ids; special tokens are shown by default."""
         return self.backend_tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
-
-    def detokenizer(self, *, skip_special_tokens: bool, continues: bool) -> Detokenizer:
-        """A new stream; see detokenize.py."""
-        return Detokenizer(
-            self.backend_tokenizer,
-            skip_special_tokens=skip_special_tokens,
-            continues=continues,
-            token_bytes=self.token_bytes,
-        )
 
     def bytes_of(self, token_id: int) -> bytes:
         """One token by itself, as bytes: exact also for a part of a character."""
@@ -202,3 +202,110 @@ def _id_of(tokenizer: Tokenizer, token: str) -> int:
 
 def _unknown_token(tokenizer: Tokenizer) -> str:
     return str(getattr(tokenizer.model, "unk_token", None) or "")
+
+
+# --- ids → text while they come
+
+
+class HasBackend(Protocol):
+    """Whatever wraps a `tokenizers.Tokenizer`."""
+
+    @property
+    def backend_tokenizer(self) -> Tokenizer:
+        """The wrapped one."""
+
+
+class Detokenizer:
+    """One stream of one sequence."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | HasBackend,
+        *,
+        skip_special_tokens: bool = True,
+        continues: bool = False,
+        token_bytes: TokenBytes | None = None,
+    ) -> None:
+        """`continues`: the text goes on after a prompt, so a leading blank belongs to it.
+
+        `token_bytes`: the table of this very tokenizer, when there is one to share.
+        """
+        backend = tokenizer if isinstance(tokenizer, Tokenizer) else tokenizer.backend_tokenizer
+        table = TokenBytes.of(backend) if token_bytes is None else token_bytes
+        self._decoding: _ByteDecoding | _WindowDecoding = (
+            _WindowDecoding(backend, skip_special_tokens)
+            if table is None
+            else _ByteDecoding(table, skip_special_tokens, continues)
+        )
+
+    def push(self, ids: Iterable[int]) -> str:
+        """The text that these tokens complete; may be empty."""
+        return self._decoding.push(ids)
+
+    def finish(self) -> str:
+        """What is left: at most one U+FFFD for a character that was cut."""
+        return self._decoding.finish()
+
+
+class _ByteDecoding:
+    """Bytes of the tokens into an incremental UTF-8 decoder."""
+
+    def __init__(self, table: TokenBytes, skip_special_tokens: bool, continues: bool) -> None:
+        self._table, self._skipped = table, table.special_ids if skip_special_tokens else frozenset[int]()
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._is_first = not continues
+        self._num_blanks_to_strip = 0 if continues else table.rules.num_stripped_blanks
+
+    def push(self, ids: Iterable[int]) -> str:
+        table, skipped = self._table, self._skipped
+        kept = [token_id for token_id in ids if token_id not in skipped]
+        data = b"".join([table[token_id] for token_id in kept])
+        if self._is_first and kept:
+            if table.rules.drops_first_blanks:
+                data = table.at_start(kept[0]) + data[len(table[kept[0]]) :]
+            self._is_first = False
+        text = self._utf8.decode(data)
+        return self._strip(text) if self._num_blanks_to_strip else text
+
+    def finish(self) -> str:
+        return self._utf8.decode(b"", final=True)
+
+    def _strip(self, text: str) -> str:
+        while text and self._num_blanks_to_strip:
+            if text[0] != " ":
+                self._num_blanks_to_strip = 0
+                break
+            text, self._num_blanks_to_strip = text[1:], self._num_blanks_to_strip - 1
+        return text
+
+
+class _WindowDecoding:
+    """For any other decoder: decode the tokens since the last complete character, with those before as context."""
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+        self._tokenizer, self._skip = tokenizer, skip_special_tokens
+        self._context: list[int] = []
+        self._context_text = ""
+        self._held: list[int] = []
+
+    def push(self, ids: Iterable[int]) -> str:
+        pieces = []
+        for token_id in ids:
+            self._held.append(token_id)
+            text = self._decode([*self._context, *self._held])
+            if not text.endswith(REPLACEMENT) or len(self._held) >= MAX_HELD_TOKENS:
+                pieces.append(self._release(text))
+        return "".join(pieces)
+
+    def finish(self) -> str:
+        return self._release(self._decode([*self._context, *self._held]))
+
+    def _release(self, text: str) -> str:
+        """The new part of `text`; tokens without text of their own join the context of the next ones."""
+        released = text[len(self._context_text) :]
+        self._context = self._held if released else [*self._context, *self._held][-MAX_HELD_TOKENS:]
+        self._context_text, self._held = self._decode(self._context), []
+        return released
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=self._skip)

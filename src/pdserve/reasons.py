@@ -123,3 +123,28 @@ class SequenceState(_Tolerant):
     """Prefill side: computed; its blocks are kept for a decode worker."""
     FINISHED = "finished"
     OTHER = "other"
+
+
+class Phase(enum.StrEnum):
+    """Where a sequence was when something happened to it."""
+
+    QUEUED = "queued"
+    PREFILL = "prefill"
+    HANDOFF = "handoff"
+    DECODE = "decode"
+
+
+class Ending(enum.StrEnum):
+    """How a client's request ended, as it is counted: a finish reason, or why there is none."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    TOOL_CALLS = "tool_calls"
+    """The answer is a call of a tool; no request ends so yet."""
+    CANCELLED = "cancelled"
+    ERROR = "error"
+
+    @classmethod
+    def _missing_(cls, value: object) -> Ending:
+        """A finish reason of a newer worker is a good end."""
+        return cls.STOP

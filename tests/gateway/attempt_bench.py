@@ -6,11 +6,11 @@ import itertools
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
+from pdserve.gateway.dispatch import recovery
 from pdserve.gateway.dispatch.actions import Action, Emit, Send
-from pdserve.gateway.dispatch.jobs import SequenceSpec
 from pdserve.gateway.dispatch.outcomes import RetryLimits
 from pdserve.gateway.dispatch.sequence_machine import SequenceMachine
-from pdserve.gateway.generation.request import FinishedEvent, TokensEvent
+from pdserve.gateway.generation.request import FinishedEvent, GenerationRequest, Sender, TokensEvent
 from pdserve.messages import (
     AttemptKey,
     Failed,
@@ -30,23 +30,29 @@ LIMITS = RetryLimits(max_attempts=3, kv_lease_s=10.0, progress_timeout_s=20.0)
 M = TypeVar("M", bound=Message)
 
 
+def hear_tokens(machine: SequenceMachine, item: SequenceTokens, worker: WorkerRef, now_s: float) -> list[Action]:
+    """The short way where it applies, as the gateway takes it."""
+    event = machine.next_tokens(item, worker, now_s)
+    return machine.on_tokens(item, worker, now_s) if event is None else [Emit(event)]
+
+
 class Bench:
     """A machine with short words for what workers say."""
 
     def __init__(self, *, max_tokens: int = 8, limits: RetryLimits = LIMITS, **sampling: Any) -> None:
         nonces = itertools.count()
-        eos = frozenset({99})
-        spec = SequenceSpec(
+        eos = frozenset[int]() if sampling.get("ignore_eos") else frozenset({99})
+        request = GenerationRequest(
             request_id="r",
-            choice=0,
-            gateway_id="gw",
-            fingerprint="f",
             prompt_token_ids=[1, 2, 3],
+            n=1,
             sampling=SamplingParams(seed=5, max_tokens=max_tokens, **sampling),
             deadline_s=100.0,
-            eos_token_ids=eos,
+            received_s=0.0,
+            terminal_ids=frozenset(sampling.get("stop_token_ids", ())) | eos,
         )
-        self.machine = SequenceMachine(spec, limits, lambda: f"nonce{next(nonces)}")
+        sender = Sender("gw", "f")
+        self.machine = SequenceMachine(request, 0, sender, limits, lambda: f"nonce{next(nonces)}")
         self.now_s = 0.0
 
     @property
@@ -76,7 +82,7 @@ class Bench:
 
     def tokens(self, index: int, *token_ids: int, worker: WorkerRef, key: AttemptKey | None = None) -> list[Action]:
         item = SequenceTokens(**(key or self.key)._asdict(), index=index, token_ids=list(token_ids))
-        return self.machine.on_tokens(item, worker, self.now_s)
+        return hear_tokens(self.machine, item, worker, self.now_s)
 
     def finished(self, num_output_tokens: int, *, worker: WorkerRef, reason: str = "length") -> list[Action]:
         message = Finished(
@@ -97,7 +103,7 @@ class Bench:
             retryable=retryable,
             was_in_step=in_step,
         )
-        return self.machine.on_failed(message, worker, self.now_s)
+        return recovery.on_failed(self.machine, message, worker, self.now_s)
 
     def roster(
         self, worker: WorkerRef, state: str | None = None, next_index: int = 0, *, epoch: int = 0, up_s: float = 0.0
@@ -107,13 +113,13 @@ class Bench:
             if state is None
             else RosterItem(**self.key._asdict(), state=SequenceState(state), next_index=next_index)
         )
-        return self.machine.on_roster(item, worker, self.now_s, epoch=epoch, bus_up_since_s=up_s)
+        return recovery.on_roster(self.machine, item, worker, self.now_s, epoch=epoch, bus_up_since_s=up_s)
 
     def gone(self, worker: WorkerRef) -> list[Action]:
-        return self.machine.on_worker_gone(worker, self.now_s)
+        return recovery.on_worker_gone(self.machine, worker, self.now_s)
 
     def tick(self) -> list[Action]:
-        return self.machine.on_tick(self.now_s)
+        return recovery.on_tick(self.machine, self.now_s)
 
     def until_started(self) -> Bench:
         self.dispatch()

@@ -7,14 +7,21 @@ import itertools
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any
 
 from bus_workers import HEARTBEAT_S, BusWorker, token_at, until
 
 from pdserve.bus.bus import Bus
 from pdserve.bus.registry import RegistryView
+from pdserve.gateway.dispatch.admission import AdmissionLimits
+from pdserve.gateway.dispatch.dispatch_loop import DispatchLoop, WaitLimits
 from pdserve.gateway.dispatch.dispatcher import Dispatcher
+from pdserve.gateway.dispatch.exchange import is_inbox_full
 from pdserve.gateway.dispatch.outcomes import RetryLimits
-from pdserve.gateway.generation.request import Event, Generation, GenerationRequest, TokensEvent
+from pdserve.gateway.generation.request import Event, Generation, GenerationRequest, Sender, TokensEvent
+from pdserve.gateway.routing.placement import Placement
+from pdserve.gateway.routing.router import Disaggregation, Router
 from pdserve.registration import Role
 from pdserve.sampling_params import SamplingParams
 
@@ -59,12 +66,32 @@ class Recorder:
 class Service:
     """A gateway's dispatcher and the bus that workers use."""
 
-    def __init__(self, url: str, recorder: Recorder, **changes: object) -> None:
+    def __init__(
+        self,
+        url: str,
+        recorder: Recorder,
+        *,
+        admission_limits: AdmissionLimits | None = None,
+        wait_limits: WaitLimits | None = None,
+        disaggregation: Disaggregation | None = None,
+    ) -> None:
         self.bus, self.workers_bus = Bus(url, "test", timeout_s=1.0), Bus(url, "test", timeout_s=1.0)
         self.view = RegistryView(self.bus, heartbeat_s=HEARTBEAT_S / 2)
         self.recorder = recorder
-        values = {"retry_limits": RETRY, "observer": recorder, **changes}
-        self.dispatcher = Dispatcher(self.bus, self.view, "f", gateway_id="gw", **values)  # type: ignore[arg-type]
+        placement = Placement(
+            Router("f", disaggregation or Disaggregation()),
+            settle_after_s=RETRY.roster_grace_s / 4,
+            is_inbox_full=partial(is_inbox_full, self.bus),
+        )
+        self.dispatcher = Dispatcher(
+            self.bus,
+            self.view,
+            DispatchLoop(placement, wait_limits or WaitLimits()),
+            Sender("gw", "f"),
+            observer=recorder,
+            retry_limits=RETRY,
+            admission_limits=admission_limits or AdmissionLimits(),
+        )
 
     def worker(self, role: Role, worker_id: str, **knobs: object) -> BusWorker:
         return BusWorker(self.workers_bus, role, worker_id, **knobs)  # type: ignore[arg-type]
@@ -77,8 +104,8 @@ class Service:
 
 
 @asynccontextmanager
-async def service(url: str, **changes: object) -> AsyncIterator[Service]:
-    one = Service(url, Recorder(), **changes)
+async def service(url: str, **parts: Any) -> AsyncIterator[Service]:
+    one = Service(url, Recorder(), **parts)
     await one.bus.start()
     await one.workers_bus.start()
     tasks = [asyncio.create_task(one.view.run()), asyncio.create_task(one.dispatcher.run())]
@@ -106,9 +133,17 @@ def request(max_tokens: int = 8, n: int = 1, num_prompt: int = 40, **changes: ob
     return GenerationRequest(**{**values, **changes})  # type: ignore[arg-type]
 
 
+async def next_events(generation: Generation) -> list[Event]:
+    """Everything that is ready; waits for at least one event. Empty: the request is over."""
+    while not (events := generation.take_events()) and not generation.is_done:
+        generation.wake.clear()
+        await generation.wake.wait()
+    return events
+
+
 async def collect(generation: Generation) -> list[Event]:
     events: list[Event] = []
-    while ready := await generation.next_events():
+    while ready := await next_events(generation):
         events.extend(ready)
     return events
 

@@ -19,16 +19,40 @@ from pdserve.errors import RequestError
 from pdserve.gateway.app import create_app
 from pdserve.gateway.generation.request import FailedEvent, FinishedEvent, Generation, GenerationRequest, TokensEvent
 from pdserve.gateway.http.system_routes import SystemView
+from pdserve.gateway.observers import RequestRecord
 from pdserve.gateway.openai.frontend import Frontend, FrontendLimits
 from pdserve.gateway.text.chat_prompt import ChatPrompts
 from pdserve.http_server import HttpServer, listen, url_of
 from pdserve.messages import TokenLogprobs
 from pdserve.models.card import ModelCard
 from pdserve.models.tiny_tokenizer import build_tokenizer
+from pdserve.readiness import Readiness, ReadyReason
 
 Step = list[int] | str | RequestError | asyncio.Event
 """Tokens that come together; a finish reason; a failure; or something to wait for."""
 Script = Callable[[GenerationRequest, int], Iterable[Step]]
+
+
+READY = Readiness(ready=True, reason=ReadyReason.READY, message="This gateway takes requests.")
+
+
+@dataclass
+class Records:
+    """What the HTTP layer tells a metrics library."""
+
+    ended_requests: list[RequestRecord] = field(default_factory=list)
+
+    def tokenized(self, duration_s: float) -> None:
+        pass
+
+    def offered(self, num_prompt_tokens: int) -> None:
+        pass
+
+    def tokens_came(self, gap_s: float | None, num_tokens: int) -> None:
+        pass
+
+    def ended(self, record: RequestRecord) -> None:
+        self.ended_requests.append(record)
 
 
 @dataclass
@@ -37,7 +61,7 @@ class ScriptedDispatcher:
 
     script: Script
     max_total_tokens: int | None = 4096
-    is_ready: bool = True
+    readiness: Readiness = READY
     eos_token_ids: frozenset[int] = frozenset()
     num_cached_tokens: int = 0
     refusal: RequestError | None = None
@@ -137,7 +161,7 @@ async def running(
     faults = options.pop("faults", None)
     server_options = {name: options.pop(name) for name in ("stream_buffer_bytes", "stall_timeout_s") if name in options}
     dispatcher = ScriptedDispatcher(script, eos_token_ids=card.eos_token_ids, **options)
-    seeds = itertools.count(1)
+    seeds, records = itertools.count(1), Records()
     with ThreadPoolExecutor(2) as executor:
         frontend = Frontend(
             card,
@@ -145,12 +169,12 @@ async def running(
             dispatcher,
             executor,
             draw_seed=lambda: next(seeds),
+            observer=records,
             limits=limits or FrontendLimits(),
             has_pins=faults is not None,
         )
         view = SystemView(
-            is_ready=lambda: dispatcher.is_ready,
-            is_draining=lambda: frontend.is_draining,
+            readiness=lambda: dispatcher.readiness,
             render_metrics=lambda: (b"pd_bus_up 1.0\n", "text/plain; version=0.0.4"),
             faults=faults,
         )

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from pdserve.gateway.detokenize import REPLACEMENT, Detokenizer
+from pdserve.gateway.detokenize import Detokenizer
+from pdserve.gateway.text.tokenizer import REPLACEMENT
 
 CORPUS = [
     "the quick brown fox",

@@ -6,19 +6,19 @@ from collections.abc import Iterable
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from pdserve.reasons import CancelReason, FailReason, FinishReason, KvFailReason
+from pdserve.reasons import CancelReason, Ending, FailReason, KvFailReason, Phase
 
 BLOCK_STATES = ("free", "cached", "owned", "leased", "receiving", "quarantined")
-FINISH_REASONS = (FinishReason.STOP, FinishReason.LENGTH, "tool_calls", "cancelled", "error")
+FINISH_REASONS = tuple(Ending)
 CODES = (200, 400, 401, 403, 404, 405, 408, 413, 415, 422, 429, 499, 500, 501, 503, 504)
 """HTTP statuses that are sent; 499 stands for a client that left before there was one."""
 TTFT_STAGES = ("frontend", "queue", "schedule", "prefill", "publish")
 CANCEL_REASONS = (CancelReason.CLIENT, CancelReason.SLOW_CLIENT, CancelReason.DEADLINE, CancelReason.SHUTDOWN)
 """The reasons that end a whole request; the others end one attempt."""
 SHED_REASONS = ("queue_requests", "queue_tokens", "predicted_wait", "no_pair", "hold_timeout", "draining")
-PHASES = ("queued", "prefill", "handoff", "decode")
-"""Where a sequence was when something happened to it."""
-REDISPATCH_REASONS = tuple(reason for reason in FailReason if reason != FailReason.OTHER)
+PHASES = tuple(Phase)
+REDISPATCH_REASONS = tuple(reason for reason in FailReason if reason is not FailReason.OTHER)
+"""A reason of a newer worker counts as `lost`."""
 JOB_RESULTS = ("accepted", "rejected", "finished", "failed", "cancelled")
 HANDOFF_REJECTIONS = (
     KvFailReason.UNKNOWN,

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from pdserve.gateway.dispatch.admission import AdmissionLimits, AdmissionView, check
+from pdserve.gateway.dispatch.admission import AdmissionLimits, ServiceView, check
 from pdserve.gateway.generation.request import GenerationRequest
 from pdserve.sampling_params import SamplingParams
 
-CALM = AdmissionView(
+CALM = ServiceView(
     now_s=0.0,
     num_queued_requests=0,
     num_queued_tokens=0,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from attempt_bench import D2, LIMITS, Bench, D, P, emitted, ends, of, sent
 
+from pdserve.gateway.dispatch import recovery
 from pdserve.gateway.dispatch.actions import Avoid, Emit, Fail, Requeue, WantDecode
 from pdserve.gateway.dispatch.outcomes import RetryLimits
 from pdserve.gateway.generation.request import FinishedEvent
@@ -13,6 +14,7 @@ from pdserve.messages import (
     DecodeJob,
     PrefillJob,
 )
+from pdserve.reasons import CancelReason
 from pdserve.registration import WorkerRef
 
 # --- the decode side fails
@@ -41,7 +43,7 @@ def test_a_decode_worker_that_had_the_attempt_is_not_asked_again() -> None:
 def test_when_all_decode_workers_refused_the_next_attempt_costs_nothing() -> None:
     b = Bench(limits=RetryLimits(max_attempts=1)).until_token0()
     b.failed("no_capacity", worker=D)
-    actions = b.machine.no_decode_worker(0.0)
+    actions = recovery.on_all_refused(b.machine, 0.0)
     assert [worker for worker, _ in sent(actions, Cancel)] == [P]
     assert len(of(actions, Requeue)) == 1
     assert b.machine.num_faults == 0
@@ -87,7 +89,7 @@ def test_a_finish_of_a_lost_decode_worker_does_not_block_the_next_one() -> None:
     b.finished(5, worker=D)
     assert b.gone(D)[-1] == WantDecode()
     assert b.machine.attempt is not None
-    assert b.machine.attempt.wants_decode
+    assert b.machine.wants_decode
 
 
 # --- the prefill side fails
@@ -200,7 +202,7 @@ def test_the_deadline_ends_every_phase_everywhere(phase: str) -> None:
 @pytest.mark.parametrize("phase", ["queued", "dispatched", "prefilling", "handed_off", "decoding"])
 def test_cancel_reaches_every_worker_that_may_hold_the_attempt(phase: str) -> None:
     b = bench_in(phase)
-    actions = b.machine.cancel("client", 1.0)
+    actions = b.machine.cancel(CancelReason.CLIENT)
     assert {worker for worker, _ in sent(actions, Cancel)} == HOLDERS[phase]
     assert all(cancel.reason == "client" for _, cancel in sent(actions, Cancel))
     assert of(actions, Emit) == of(actions, Fail) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from attempt_bench import Bench, D, P, ends, of, sent
 
+from pdserve.gateway.dispatch import recovery
 from pdserve.gateway.dispatch.actions import Avoid, Requeue, WantDecode
 from pdserve.messages import (
     DecodeJob,
@@ -124,5 +125,5 @@ def test_waiting_in_a_workers_queue_is_not_silence() -> None:
 def test_an_outage_of_the_bus_is_nobodys_silence() -> None:
     b = Bench().until_decoding()
     for now_s in range(1, 60):
-        b.at(float(now_s)).machine.hold(float(now_s))
+        recovery.on_bus_down(b.at(float(now_s)).machine, float(now_s))
         assert b.tick() == []

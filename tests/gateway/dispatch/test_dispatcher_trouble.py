@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 
 import pytest
 from bus_workers import BusWorker, running, until
-from dispatching import answer, collect, request, service, text_of
+from dispatching import answer, collect, next_events, request, service, text_of
 
 from pdserve.errors import UnavailableError
 from pdserve.gateway.dispatch.admission import AdmissionLimits
@@ -38,8 +38,7 @@ async def test_a_decode_worker_that_dies_in_mid_stream_costs_time_and_no_token(r
             assert p.jobs[-1].prompt_token_ids[-4:] == answer(4)
             assert p.jobs[-1].num_original_prompt_tokens == 40
             assert ("redispatched", "decode", "worker_gone") in s.recorder.told
-            reasons = [record.reason for record in generation.timeline.attempts.values()]
-            assert reasons == ["worker_gone", ""]
+            assert [told[0] for told in s.recorder.told].count("redispatched") == 1
 
 
 async def test_a_prefill_worker_that_dies_in_mid_prompt_is_replaced(redis_url: str) -> None:
@@ -134,7 +133,7 @@ async def test_cancel_reaches_the_workers_and_gives_everything_back(redis_url: s
             generation = s.dispatcher.submit(request(max_tokens=100))
             await until(lambda: any(held.next_index == 3 for held in d.held.values()))
             generation.cancel("client")
-            assert await generation.next_events() == []
+            assert await next_events(generation) == []
             await until(lambda: d.cancels)
             assert d.held == {}
             assert s.dispatcher.num_inflight == 0
@@ -217,7 +216,7 @@ async def test_a_bus_that_stays_away_is_503_for_new_requests_within_the_bus_time
                 assert event.error.status == 503
                 with pytest.raises(UnavailableError):
                     s.dispatcher.submit(request())
-                assert not s.dispatcher.is_ready
+                assert not s.dispatcher.readiness.ready
 
 
 async def test_drain_lets_streams_finish_and_takes_nothing_new(redis_url: str) -> None:
@@ -228,7 +227,7 @@ async def test_drain_lets_streams_finish_and_takes_nothing_new(redis_url: str) -
             generation = s.dispatcher.submit(request(max_tokens=20))
             draining = asyncio.create_task(s.dispatcher.drain(10.0))
             await asyncio.sleep(0)
-            assert not s.dispatcher.is_ready
+            assert not s.dispatcher.readiness.ready
             with pytest.raises(UnavailableError):
                 s.dispatcher.submit(request())
             assert text_of(await collect(generation)) == answer(20)

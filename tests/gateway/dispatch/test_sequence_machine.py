@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from attempt_bench import D2, LIMITS, P2, Bench, D, P, emitted, ends, of, sent
+from attempt_bench import D2, LIMITS, P2, Bench, D, P, emitted, ends, hear_tokens, of, sent
 
+from pdserve.gateway.dispatch import recovery
 from pdserve.gateway.dispatch.actions import Diverged, Dropped, Emit, Requeue, WantDecode
 from pdserve.gateway.dispatch.sequence_machine import SequenceMachine
-from pdserve.gateway.generation.request import FinishedEvent
+from pdserve.gateway.generation.request import FinishedEvent, Sender
 from pdserve.messages import (
     Cancel,
     DecodeJob,
@@ -17,6 +18,7 @@ from pdserve.messages import (
     SequenceTokens,
     TokenLogprobs,
 )
+from pdserve.reasons import CancelReason
 from pdserve.registration import WorkerRef
 
 # --- the good way
@@ -39,7 +41,7 @@ def test_a_request_goes_prefill_then_decode_then_end() -> None:
 
 
 def test_two_attempts_never_share_a_nonce() -> None:
-    machines = [SequenceMachine(Bench().machine.spec, LIMITS) for _ in range(2)]
+    machines = [SequenceMachine(Bench().machine.request, 0, Sender("gw", "f"), LIMITS) for _ in range(2)]
     keys = set()
     for machine in machines:
         machine.dispatch(P, 0.0, 0)
@@ -93,7 +95,7 @@ def test_logprobs_stay_with_their_tokens_when_a_batch_overlaps() -> None:
     b = Bench().until_token0()
     logprobs = [TokenLogprobs(logprob=-float(i), top_token_ids=[], top_logprobs=[]) for i in range(3)]
     item = SequenceTokens(**b.key._asdict(), index=0, token_ids=[10, 11, 12], logprobs=logprobs)
-    [emit] = of(b.machine.on_tokens(item, D, 0.0), Emit)
+    [emit] = of(hear_tokens(b.machine, item, D, 0.0), Emit)
     assert [entry.logprob for entry in emit.event.logprobs] == [-1.0, -2.0]
 
 
@@ -180,5 +182,5 @@ def test_nothing_is_heard_after_the_end() -> None:
     again = Finished(**key._asdict(), worker_id="D", generation="1", finish_reason="length", num_output_tokens=2)
     assert b.machine.on_finished(again, D, 1.0) == []
     assert b.tokens(2, 12, worker=D, key=key) == []
-    assert b.machine.on_tick(200.0) == []
-    assert b.machine.cancel("client", 200.0) == []
+    assert recovery.on_tick(b.machine, 200.0) == []
+    assert b.machine.cancel(CancelReason.CLIENT) == []

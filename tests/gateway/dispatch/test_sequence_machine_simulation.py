@@ -6,16 +6,17 @@ import itertools
 from dataclasses import dataclass, field
 
 import pytest
+from attempt_bench import hear_tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated_workers import Faults, SimulatedWorker, World
 
 from pdserve.errors import RequestError
+from pdserve.gateway.dispatch import recovery
 from pdserve.gateway.dispatch.actions import Action, Emit, Fail, Requeue, Send, WantDecode
-from pdserve.gateway.dispatch.jobs import SequenceSpec
 from pdserve.gateway.dispatch.outcomes import RetryLimits
 from pdserve.gateway.dispatch.sequence_machine import SequenceMachine
-from pdserve.gateway.generation.request import FinishedEvent, TokensEvent
+from pdserve.gateway.generation.request import FinishedEvent, GenerationRequest, Sender, TokensEvent
 from pdserve.messages import Failed, Finished, Roster, Started, TokenBatch
 from pdserve.registration import WorkerRef
 from pdserve.sampling_params import SamplingParams
@@ -58,7 +59,7 @@ class Run:
             for message in self.world.advance(now_s):
                 self._hear(message, now_s)
             self._place(now_s)
-            self._do(self.machine.on_tick(now_s))
+            self._do(recovery.on_tick(self.machine, now_s))
             if self.machine.is_done:
                 return
             assert now_s < DEADLINE_S + 1, f"still {self.machine.phase} after the deadline"
@@ -82,7 +83,7 @@ class Run:
             if worker.crashed_s is None:
                 continue
             if now_s - worker.crashed_s >= GONE_AFTER_S:
-                self._do(self.machine.on_worker_gone(ref, now_s))
+                self._do(recovery.on_worker_gone(self.machine, ref, now_s))
             reborn = WorkerRef(ref.worker_id, ref.generation + "+")
             if now_s - worker.crashed_s >= RESTART_AFTER_S and reborn not in self.world.workers:
                 self.world.add(
@@ -93,17 +94,17 @@ class Run:
         assert isinstance(message, Started | TokenBatch | Finished | Failed | Roster)
         worker, machine = message.worker, self.machine
         if isinstance(message, TokenBatch):
-            self._do(machine.on_tokens(message.items[0], worker, now_s))
+            self._do(hear_tokens(machine, message.items[0], worker, now_s))
         elif isinstance(message, Started):
             self._do(machine.on_started(message, worker, now_s))
         elif isinstance(message, Finished):
             self._do(machine.on_finished(message, worker, now_s))
         elif isinstance(message, Failed):
-            self._do(machine.on_failed(message, worker, now_s))
+            self._do(recovery.on_failed(machine, message, worker, now_s))
         else:
             key = machine.attempt.key if machine.attempt is not None else None
             item = next((item for item in message.items if item.key == key), None)
-            self._do(machine.on_roster(item, worker, now_s, epoch=0, bus_up_since_s=0.0))
+            self._do(recovery.on_roster(machine, item, worker, now_s, epoch=0, bus_up_since_s=0.0))
 
     def _place(self, now_s: float) -> None:
         machine, rng = self.machine, self.world.rng
@@ -111,14 +112,14 @@ class Run:
             prefill = self._alive(is_prefill=True)
             if prefill:
                 self._do(machine.dispatch(rng.choice(prefill), now_s, 0))
-        if self.is_decode_wanted and machine.attempt is not None and machine.attempt.wants_decode:
+        if self.is_decode_wanted and machine.attempt is not None and machine.wants_decode:
             decode = self._alive(is_prefill=False)
             usable = [ref for ref in decode if ref not in machine.attempt.refused]
             if usable:
                 self.is_decode_wanted = False
                 self._do(machine.assign_decode(rng.choice(usable), now_s, 0))
             elif decode:
-                self._do(machine.no_decode_worker(now_s))
+                self._do(recovery.on_all_refused(machine, now_s))
 
     def _do(self, actions: list[Action]) -> None:
         for action in actions:
@@ -166,18 +167,18 @@ def start(
         ref = WorkerRef(f"D{number}", "g")
         world.add(SimulatedWorker(world, ref, is_prefill=False, stop_token=stop_token))
     nonces = itertools.count()
-    spec = SequenceSpec(
+    stop_token_ids = () if stop_token is None else (stop_token,)
+    request = GenerationRequest(
         request_id="r",
-        choice=0,
-        gateway_id="g",
-        fingerprint="f",
         prompt_token_ids=PROMPT,
-        sampling=SamplingParams(
-            seed=1, max_tokens=max_tokens, stop_token_ids=() if stop_token is None else (stop_token,)
-        ),
+        n=1,
+        sampling=SamplingParams(seed=1, max_tokens=max_tokens, stop_token_ids=stop_token_ids),
         deadline_s=DEADLINE_S,
+        received_s=0.0,
+        terminal_ids=frozenset(stop_token_ids),
     )
-    machine = SequenceMachine(spec, RetryLimits(max_attempts=max_attempts), lambda: f"n{next(nonces)}")
+    limits = RetryLimits(max_attempts=max_attempts)
+    machine = SequenceMachine(request, 0, Sender("g", "f"), limits, lambda: f"n{next(nonces)}")
     return Run(world, machine)
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.gateway.detokenize import Detokenizer
-from pdserve.gateway.generation.choice_output import ChoiceOutput
+from pdserve.gateway.generation.answer import ChoiceOutput
 from pdserve.gateway.generation.request import FinishedEvent, TokensEvent
 from pdserve.gateway.text.stop_strings import StopMatcher
 from pdserve.messages import TokenLogprobs

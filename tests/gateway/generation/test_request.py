@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+from dispatching import next_events
+
 from pdserve.errors import UnavailableError
 from pdserve.gateway.generation.request import FailedEvent, FinishedEvent, Generation, GenerationRequest, TokensEvent
 from pdserve.messages import TokenLogprobs
@@ -30,18 +32,18 @@ async def test_tokens_that_wait_together_come_as_one_event() -> None:
     generation.push(TokensEvent(0, 0, [10], logprobs[:1]))
     generation.push(TokensEvent(0, 1, [11, 12], logprobs[1:]))
     generation.push(FinishedEvent(0, "length", None, 3))
-    assert await generation.next_events() == [
+    assert await next_events(generation) == [
         TokensEvent(0, 0, [10, 11, 12], logprobs),
         FinishedEvent(0, "length", None, 3),
     ]
-    assert await generation.next_events() == []
+    assert await next_events(generation) == []
 
 
 async def test_choices_keep_their_order_among_each_other() -> None:
     generation = Bench(n=2).generation
     for event in (TokensEvent(0, 0, [1]), TokensEvent(1, 0, [2]), TokensEvent(0, 1, [3])):
         generation.push(event)
-    assert [(event.choice, event.token_ids) for event in await generation.next_events()] == [  # type: ignore[union-attr]
+    assert [(event.choice, event.token_ids) for event in await next_events(generation)] == [  # type: ignore[union-attr]
         (0, [1]),
         (1, [2]),
         (0, [3]),
@@ -50,7 +52,7 @@ async def test_choices_keep_their_order_among_each_other() -> None:
 
 async def test_the_reader_waits_until_something_comes() -> None:
     generation = Bench().generation
-    reading = asyncio.create_task(generation.next_events())
+    reading = asyncio.create_task(next_events(generation))
     await asyncio.sleep(0)
     assert not reading.done()
     generation.push(TokensEvent(0, 0, [1]))
@@ -64,8 +66,8 @@ async def test_an_error_ends_all_choices_once_and_nothing_follows() -> None:
     generation.push(FailedEvent(error))
     generation.push(FailedEvent(error))
     generation.push(TokensEvent(0, 0, [1]))
-    assert await generation.next_events() == [TokensEvent(1, 0, [1]), FailedEvent(error)]
-    assert await generation.next_events() == []
+    assert await next_events(generation) == [TokensEvent(1, 0, [1]), FailedEvent(error)]
+    assert await next_events(generation) == []
     assert (generation.is_done, generation.waterfall.end_s) == (True, 5.0)
 
 
@@ -76,14 +78,14 @@ async def test_a_choice_that_has_enough_is_reported_once_and_heard_no_more() -> 
     b.generation.finish_choice(0)
     b.generation.finish_choice(0)
     b.generation.push(TokensEvent(0, 1, [3]))
-    assert await b.generation.next_events() == [TokensEvent(1, 0, [2])]
+    assert await next_events(b.generation) == [TokensEvent(1, 0, [2])]
     assert b.finished_choices == [0]
     assert not b.generation.is_done
 
 
 async def test_cancel_wakes_the_reader_with_the_end_and_reaches_the_dispatcher_once() -> None:
     b = Bench()
-    reading = asyncio.create_task(b.generation.next_events())
+    reading = asyncio.create_task(next_events(b.generation))
     await asyncio.sleep(0)
     b.generation.cancel("client")
     b.generation.cancel("client")

@@ -20,6 +20,7 @@ from pdserve.gateway.counting import GatewayCounting
 from pdserve.gateway.generation.request import GenerationRequest
 from pdserve.gateway.openai.frontend import FrontendLimits
 from pdserve.metrics import GatewayMetrics, labels
+from pdserve.readiness import Readiness, ReadyLoad, ReadyReason, read_readiness
 
 PATH = "/v1/chat/completions"
 HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}]}
@@ -176,13 +177,12 @@ async def test_a_draining_gateway_refuses_new_requests_and_finishes_old_ones(tin
         await until(lambda: service.dispatcher.requests)
         service.frontend.is_draining = True
         refused = await service.post(PATH, HELLO)
-        ready = await service.client.get("/ready")
         assert (await service.client.get("/health")).status_code == 200
         assert not old.done()
         gate.set()
         assert events_of((await old).text)[-1] == "[DONE]"
         await asyncio.wait_for(service.frontend.wait_until_idle(), 5)
-    assert refused.status_code == ready.status_code == 503
+    assert refused.status_code == 503
     assert refused.headers["retry-after"]
 
 
@@ -246,11 +246,19 @@ async def test_every_ended_request_is_counted_once_with_its_outcome(tiny_model_d
 
 
 async def test_readiness_follows_the_dispatcher(tiny_model_dir: Path) -> None:
-    async with running(tiny_model_dir, speak("a"), is_ready=False) as service:
+    load = ReadyLoad(num_running=3, num_waiting=2)
+    waiting = Readiness(ready=False, reason=ReadyReason.NO_WORKERS, message="No workers.", load=load)
+    async with running(tiny_model_dir, speak("a"), readiness=waiting) as service:
         response = await service.client.get("/ready")
         assert (response.status_code, response.headers["retry-after"]) == (503, "1")
-        service.dispatcher.is_ready = True
-        assert (await service.client.get("/ready")).status_code == 200
+        assert read_readiness(response.content) == waiting
+        assert response.json()["error"] == {
+            "message": "No workers.", "type": "service_unavailable", "param": None, "code": "no_workers",
+        }  # fmt: skip
+        service.dispatcher.readiness = Readiness(ready=True, reason=ReadyReason.READY, message="Ready.", load=load)
+        response = await service.client.get("/ready")
+        assert response.status_code == 200
+        assert read_readiness(response.content) == service.dispatcher.readiness
 
 
 async def test_hooks_exist_only_when_switched_on(tiny_model_dir: Path) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
 from pdserve.errors import InvalidRequestError
-from pdserve.gateway.http.fields import Fields
-from pdserve.gateway.openai.chat_request import ChatRequest, read_chat_request
-from pdserve.gateway.openai.completion_request import CompletionRequest, read_completion_request
+from pdserve.gateway.http.body import Fields
+from pdserve.gateway.openai.chat import read_chat, read_chat_options
+from pdserve.gateway.openai.completions import CompletionRequest, read_completion_request
+from pdserve.gateway.openai.options import Options
+from pdserve.gateway.text.chat_prompt import Chat
 
 VOCAB = 500
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
@@ -17,9 +20,16 @@ COMPLETION = {"prompt": "hi"}
 HUGE = 10**400
 
 
-def chat(**fields: Any) -> ChatRequest:
+@dataclass
+class ChatBody:
+    chat: Chat
+    options: Options
+
+
+def chat(**fields: Any) -> ChatBody:
     body = Fields.of({**CHAT, **fields})
-    return read_chat_request(body, vocab_size=VOCAB, draw_seed=lambda: 7, has_timing_header=False)
+    options = read_chat_options(body, vocab_size=VOCAB, draw_seed=lambda: 7, has_timing_header=False)
+    return ChatBody(read_chat(body), options)
 
 
 def completion(**fields: Any) -> CompletionRequest:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from attempt_bench import LIMITS, Bench, D
 from bus_workers import running, token_at
-from dispatching import answer, collect, request, service, text_of
+from dispatching import answer, collect, next_events, request, service, text_of
 
 from pdserve.errors import InvalidRequestError, SettingError, UnavailableError
-from pdserve.gateway.process import disaggregation_of
-from pdserve.gateway.routing.disaggregation import Disaggregation
+from pdserve.gateway.dispatch.from_settings import disaggregation_from
+from pdserve.gateway.routing.router import Disaggregation
 from pdserve.messages import DecodeJob, PrefillJob
 from pdserve.registration import Role
 from pdserve.settings import GatewaySettings, load
@@ -36,15 +36,15 @@ def test_auto_leaves_a_single_token_and_a_pinned_prompt_to_prefill_workers() -> 
 
 def test_the_settings_say_which() -> None:
     flags = ["--disaggregation", "auto", "--min-remote-tokens", "64"]
-    assert disaggregation_of(load(GatewaySettings, flags)) == Disaggregation("auto", 64)
-    assert disaggregation_of(load(GatewaySettings)) == Disaggregation("auto", 0)
+    assert disaggregation_from(load(GatewaySettings, flags)) == Disaggregation("auto", 64)
+    assert disaggregation_from(load(GatewaySettings)) == Disaggregation("auto", 0)
 
 
 def test_decode_workers_that_must_not_prefill_are_not_asked_to() -> None:
     flags = ["--local-prefill", "never", "--min-remote-tokens", "64"]
-    assert not disaggregation_of(load(GatewaySettings, flags)).is_local(request(num_prompt=2))
+    assert not disaggregation_from(load(GatewaySettings, flags)).is_local(request(num_prompt=2))
     with pytest.raises(SettingError, match=r"LOCAL_PREFILL.*DISAGGREGATION"):
-        disaggregation_of(load(GatewaySettings, ["--local-prefill=never", "--disaggregation=never"]))
+        disaggregation_from(load(GatewaySettings, ["--local-prefill=never", "--disaggregation=never"]))
 
 
 # --- the dispatcher
@@ -55,7 +55,7 @@ async def test_without_disaggregation_the_decode_worker_does_it_alone(redis_url:
         d = s.worker(Role.DECODE, "D")
         async with running(d):
             await s.until_known(d)
-            assert s.dispatcher.is_ready
+            assert s.dispatcher.readiness.ready
             events = await collect(s.dispatcher.submit(request(max_tokens=5)))
             assert text_of(events) == answer(5)
             [job] = d.jobs
@@ -90,7 +90,7 @@ async def test_without_disaggregation_prefill_workers_alone_are_nobody(redis_url
         p = s.worker(Role.PREFILL, "P")
         async with running(p):
             await s.until_known(p)
-            assert not s.dispatcher.is_ready
+            assert not s.dispatcher.readiness.ready
             with pytest.raises(UnavailableError):
                 s.dispatcher.submit(request())
 
@@ -117,7 +117,7 @@ async def test_a_decode_worker_that_dies_over_its_own_prompt_costs_no_token(redi
         async with running(dying):
             await s.until_known(dying)
             generation = s.dispatcher.submit(request(max_tokens=8))
-            events = await generation.next_events()
+            events = await next_events(generation)
             async with running(heir):
                 await s.until_known(heir)
                 dying.is_silent = True

@@ -6,21 +6,22 @@ import random
 from collections.abc import Callable
 
 import pytest
+from dispatching import request
 from registrations import decode, pool, prefill
 
-from pdserve.gateway.routing.placement import Demand, Placement, Wait
-from pdserve.gateway.routing.router import Router
+from pdserve.gateway.routing.placement import Placement, Wait
+from pdserve.gateway.routing.router import Demand, Disaggregation, Router
 from pdserve.registration import WorkerRef, WorkerRegistration
 
 
 def placement(is_inbox_full: Callable[[WorkerRef], bool] = lambda worker: False, seed: int = 0) -> Placement:
-    router = Router("f", rng=random.Random(seed))
+    router = Router("f", Disaggregation(), rng=random.Random(seed))
     return Placement(router, settle_after_s=0.25, is_inbox_full=is_inbox_full)
 
 
-def demand(num_tokens: int = 20, first_token: int = 0, **changes: object) -> Demand:
+def demand(num_tokens: int = 20, first_token: int = 0, *, is_local: bool = False, **changes: object) -> Demand:
     tokens = list(range(first_token, first_token + num_tokens))
-    return Demand(tokens, **{"num_choices": 1, "will_decode": True, **changes})  # type: ignore[arg-type]
+    return Demand(request(prompt_token_ids=tokens, **changes), is_local)
 
 
 def worker_id(found: WorkerRegistration | Wait) -> str | Wait:
@@ -147,7 +148,7 @@ def test_a_local_prompt_goes_to_its_pinned_decode_worker_alone() -> None:
     missing = demand(is_local=True, pinned_decode="d9")
     assert p.find_local(missing, workers, 0.0, set()) is Wait.NO_PAIR
     assert not p.has_workers(missing, workers)
-    missing.is_pin_strict = False
+    missing = Demand(missing.request, missing.is_local, output=[])
     assert not isinstance(p.find_local(missing, workers, 0.0, set()), Wait)
 
 
@@ -155,7 +156,7 @@ def test_the_last_token_needs_no_room_for_decoding() -> None:
     p = placement()
     workers = pool(prefill(window=1000), decode(window=0))
     p.take_decode("a", demand(20), workers["D"], 0.0)
-    assert worker_id(p.find_prefill(demand(20, 50, will_decode=False), workers, 0.0, set())) == "P"
+    assert worker_id(p.find_prefill(demand(20, 50, max_tokens=1), workers, 0.0, set())) == "P"
 
 
 def test_pairs_of_different_kv_signature_are_never_made() -> None:
@@ -191,7 +192,7 @@ def test_pins_name_the_pair_and_a_missing_pinned_worker_is_no_pair_at_first() ->
         assert worker_id(p.find_decode(pinned, workers, 0.0, workers["p2"])) == "d1"
     missing = demand(pinned_decode="d9")
     assert p.find_prefill(missing, workers, 0.0, set()) is Wait.NO_PAIR
-    missing.is_pin_strict = False
+    missing = Demand(missing.request, missing.is_local, output=[])
     assert not isinstance(p.find_prefill(missing, workers, 0.0, set()), Wait)
 
 

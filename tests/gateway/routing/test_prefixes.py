@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdserve.gateway.routing.prefixes import PrefixMemory, prefix_hashes
+from pdserve.gateway.routing.router import PrefixMemory, prefix_hashes
 from pdserve.registration import WorkerRef
 
 A = WorkerRef("a", "1")

@@ -8,12 +8,12 @@ from collections import Counter
 import pytest
 from registrations import decode, pool, prefill
 
-from pdserve.gateway.routing.router import DecodeLoad, Place, PrefillLoad, Router
+from pdserve.gateway.routing.router import DecodeLoad, Disaggregation, PrefillLoad, Router
 from pdserve.registration import Role, WorkerRegistration, WorkerState
 
 
 def router(seed: int = 0, **changes: object) -> Router:
-    return Router("f", rng=random.Random(seed), **changes)  # type: ignore[arg-type]
+    return Router("f", Disaggregation(), rng=random.Random(seed), **changes)  # type: ignore[arg-type]
 
 
 def queue_of(worker: WorkerRegistration) -> PrefillLoad:
@@ -78,8 +78,6 @@ def test_equal_costs_go_to_the_same_node_then_to_the_same_zone() -> None:
     for seed in range(20):
         assert router(seed).choose_decode([far, near], batch_of, 0.0, source) is near
         assert router(seed).choose_decode([far, zone], batch_of, 0.0, source) is zone
-    here = Router("f", rng=random.Random(0), place=Place("n2", "z2"))
-    assert here.choose_prefill([prefill("a", node="n1"), prefill("b", node="n2")], queue_of, 0.0).node == "n2"  # type: ignore[union-attr]
 
 
 def test_a_smaller_batch_and_a_faster_step_win() -> None:

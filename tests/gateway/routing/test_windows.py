@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pdserve.gateway.routing.windows import Windows
+from pdserve.gateway.routing.placement import Windows
 from pdserve.registration import WorkerRef
 
 A, B = WorkerRef("a", "1"), WorkerRef("b", "1")

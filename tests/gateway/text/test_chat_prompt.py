@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from pdserve.errors import InvalidRequestError, ModelError
-from pdserve.gateway.text.chat_prompt import Chat, ChatPrompts
-from pdserve.gateway.text.chat_template import ChatTemplate
+from pdserve.gateway.text.chat_prompt import Chat, ChatPrompts, ChatTemplate
 from pdserve.gateway.text.tokenizer import ModelTokenizer
 from pdserve.models.card import ModelCard
 
