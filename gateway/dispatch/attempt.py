@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from pdserve.ids import GatewayId
 from pdserve.messages import AttemptKey, Cancel, Finished, ResendTokens
 from pdserve.reasons import CancelReason
 from pdserve.registration import WorkerRef
@@ -98,7 +99,7 @@ class Attempt:
         key = self.key
         return Cancel(request_id=key.request_id, choice=key.choice, attempt=key.attempt, nonce=key.nonce, reason=reason)
 
-    def resend_message(self, gateway_id: str, from_index: int) -> ResendTokens:
+    def resend_message(self, gateway_id: GatewayId, from_index: int) -> ResendTokens:
         """Asks a holder for tokens again."""
         key = self.key
         return ResendTokens(

@@ -36,6 +36,7 @@ from pdserve.gateway.observers import DispatchObserver, SilentObserver
 from pdserve.gateway.routing.disaggregation import Disaggregation
 from pdserve.gateway.routing.placement import Demand, Placement
 from pdserve.gateway.routing.router import Pairs, Place, Router
+from pdserve.ids import Fingerprint, GatewayId, RequestId
 from pdserve.log import get_logger
 from pdserve.reasons import CancelReason
 from pdserve.registration import Role, WorkerRef, WorkerRegistration
@@ -214,10 +215,10 @@ class Dispatcher:
 
     def _spec(self, request: GenerationRequest, choice: int) -> SequenceSpec:
         return SequenceSpec(
-            request_id=request.request_id,
+            request_id=RequestId(request.request_id),
             choice=choice,
-            gateway_id=self._gateway_id,
-            fingerprint=self._fingerprint,
+            gateway_id=GatewayId(self._gateway_id),
+            fingerprint=Fingerprint(self._fingerprint),
             prompt_token_ids=request.prompt_token_ids,
             sampling=request.sampling,
             deadline_s=request.deadline_s,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pdserve.ids import Fingerprint, GatewayId, RequestId
 from pdserve.messages import AttemptKey, DecodeJob, PrefillJob, SequenceKey
 from pdserve.reasons import FinishReason
 from pdserve.registration import WorkerRef
@@ -14,10 +15,10 @@ from pdserve.sampling_params import SamplingParams
 class SequenceSpec:
     """One choice of a request, as it came through the door."""
 
-    request_id: str
+    request_id: RequestId
     choice: int
-    gateway_id: str
-    fingerprint: str
+    gateway_id: GatewayId
+    fingerprint: Fingerprint
     prompt_token_ids: list[int]
     sampling: SamplingParams
     deadline_s: float

@@ -26,6 +26,7 @@ from pdserve.gateway.dispatch.attempt import Assignment, Attempt
 from pdserve.gateway.dispatch.jobs import SequenceSpec
 from pdserve.gateway.dispatch.outcomes import RetryLimits
 from pdserve.gateway.generation.request import FinishedEvent, TokensEvent
+from pdserve.ids import Nonce
 from pdserve.messages import (
     AttemptKey,
     Failed,
@@ -208,7 +209,7 @@ class SequenceMachine:
     def _begin(self, now_s: float) -> Attempt:
         assert self.phase == "queued", f"{self.spec.key} is {self.phase}, not queued"
         self.num_attempts += 1
-        key = AttemptKey(*self.spec.key, self.num_attempts, self._new_nonce())
+        key = AttemptKey(*self.spec.key, self.num_attempts, Nonce(self._new_nonce()))
         self.attempt = Attempt(
             key=key,
             first_index=len(self.output),
