@@ -31,6 +31,7 @@ from pdserve.gateway.http.system_routes import SystemView
 from pdserve.gateway.openai.frontend import Frontend, FrontendLimits
 from pdserve.gateway.text.chat_prompt import ChatPrompts
 from pdserve.http_server import HttpServer, url_of
+from pdserve.ids import Fingerprint, GatewayId
 from pdserve.log import get_logger
 from pdserve.metrics import GatewayMetrics, ProcessMetrics, render
 from pdserve.models.card import ModelCard
@@ -58,7 +59,7 @@ class GatewayProcess:
         self._view = RegistryView(self._bus, settings.heartbeat_s)
         ProcessMetrics(self._collectors, self._bus)
         counting = GatewayCounting(_metrics(self._collectors, settings, card))
-        sender = Sender(gateway_id, card.fingerprint)
+        sender = Sender(GatewayId(gateway_id), Fingerprint(card.fingerprint))
         self._dispatcher = dispatcher_from(settings, self._bus, self._view, sender, counting)
         # Encoding releases the interpreter lock; a few more threads than cores let short prompts pass long ones.
         self._executor = ThreadPoolExecutor(2 + (os.cpu_count() or 2), thread_name_prefix="text")

@@ -26,6 +26,7 @@ from pdserve.gateway.dispatch.actions import Action, Avoid, Diverged, Dropped, E
 from pdserve.gateway.dispatch.attempt import Assignment, Attempt
 from pdserve.gateway.dispatch.outcomes import RetryLimits
 from pdserve.gateway.generation.request import FinishedEvent, GenerationRequest, Sender, TokensEvent
+from pdserve.ids import Nonce
 from pdserve.messages import AttemptKey, Cancel, Finished, ResendTokens, SequenceKey, SequenceTokens, Started
 from pdserve.reasons import CancelReason, FailReason, FinishReason, Phase, SequenceState
 from pdserve.registration import WorkerRef
@@ -55,7 +56,7 @@ class SequenceMachine:
         choice: int,
         sender: Sender,
         limits: RetryLimits,
-        new_nonce: Callable[[], str] = lambda: secrets.token_hex(12),
+        new_nonce: Callable[[], Nonce] = lambda: Nonce(secrets.token_hex(12)),
     ) -> None:
         self.request, self.sender, self.limits = request, sender, limits
         self.key = SequenceKey(request.request_id, choice)

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from pdserve.errors import RequestError
 from pdserve.gateway.generation.waterfall import Waterfall
+from pdserve.ids import Fingerprint, GatewayId, RequestId
 from pdserve.messages import AttemptKey, DecodeJob, PrefillJob, TokenLogprobs
 from pdserve.reasons import CancelReason, FinishReason
 from pdserve.registration import WorkerRef
@@ -24,8 +25,8 @@ from pdserve.sampling_params import SamplingParams
 class Sender(NamedTuple):
     """Who sends jobs, and for which model: the same in all messages of one gateway."""
 
-    gateway_id: str
-    fingerprint: str
+    gateway_id: GatewayId
+    fingerprint: Fingerprint
     """Model fingerprint: a worker of another model refuses the job."""
 
 
@@ -33,7 +34,7 @@ class Sender(NamedTuple):
 class GenerationRequest:
     """What the HTTP layer asks for. Times are on the gateway's monotonic clock."""
 
-    request_id: str
+    request_id: RequestId
     prompt_token_ids: list[int]
     n: int
     """Number of choices: sequences 0..n-1 of the same prompt."""

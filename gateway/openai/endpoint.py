@@ -20,6 +20,7 @@ from pdserve.gateway.http.error_body import http_error, internal_error
 from pdserve.gateway.http.sse import Responder, Send, SlowClientError
 from pdserve.gateway.openai.frontend import Call, Frontend
 from pdserve.http_server import ABORT
+from pdserve.ids import RequestId
 from pdserve.log import get_logger
 from pdserve.reasons import Ending
 
@@ -102,7 +103,7 @@ class PostEndpoint:
 
     def _call(self, headers: Mapping[bytes, bytes], send: Send) -> Call:
         frontend = self.frontend
-        request_id = f"{self.id_prefix}-{secrets.token_hex(16)}"
+        request_id = RequestId(f"{self.id_prefix}-{secrets.token_hex(16)}")
         pins = [
             headers.get(name) if frontend.has_pins else None for name in (b"x-pdserve-prefill", b"x-pdserve-decode")
         ]

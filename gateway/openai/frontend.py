@@ -17,6 +17,7 @@ from pdserve.gateway.generation.request import Generation, GenerationRequest
 from pdserve.gateway.http.sse import Responder
 from pdserve.gateway.observers import RequestObserver, RequestRecord
 from pdserve.gateway.text.chat_prompt import ChatPrompts
+from pdserve.ids import RequestId
 from pdserve.models.card import ModelCard
 from pdserve.settings import GatewaySettings
 
@@ -51,7 +52,7 @@ class FrontendLimits:
 class Call:
     """One HTTP request on its way."""
 
-    request_id: str
+    request_id: RequestId
     received_s: float
     has_timing: bool
     """The header `X-PDServe-Timing: 1` was sent."""

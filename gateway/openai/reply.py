@@ -21,6 +21,7 @@ from pdserve.gateway.openai.frontend import Call, Frontend
 from pdserve.gateway.openai.options import Options, StreamOptions
 from pdserve.gateway.text.stop_strings import StopMatcher
 from pdserve.gateway.text.tokenizer import Detokenizer
+from pdserve.ids import RequestId
 from pdserve.reasons import CancelReason, Ending
 
 Body = dict[str, Any]
@@ -117,7 +118,7 @@ def start(
     terminal_ids = eos_ids | set(options.sampling.stop_token_ids)
     requests = [
         GenerationRequest(
-            request_id=call.request_id if len(prompts) == 1 else f"{call.request_id}-{number}",
+            request_id=call.request_id if len(prompts) == 1 else RequestId(f"{call.request_id}-{number}"),
             prompt_token_ids=token_ids,
             n=options.n,
             sampling=options.sampling_for(len(token_ids), limit, default_max_tokens),

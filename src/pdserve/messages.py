@@ -25,6 +25,7 @@ from typing import NamedTuple
 import msgspec
 
 from pdserve.errors import BusError
+from pdserve.ids import Fingerprint, GatewayId, Nonce, RequestId
 from pdserve.reasons import CancelReason, FailReason, FinishReason, KvFailReason, SequenceState
 from pdserve.registration import WorkerRef
 from pdserve.sampling_params import SamplingParams
@@ -36,7 +37,7 @@ SCHEMA_VERSION = 1
 class SequenceKey(NamedTuple):
     """One sequence of one request: the unit of the protocol."""
 
-    request_id: str
+    request_id: RequestId
     choice: int
 
     def __str__(self) -> str:
@@ -46,10 +47,10 @@ class SequenceKey(NamedTuple):
 class AttemptKey(NamedTuple):
     """One dispatch of a sequence. Two attempts never share a nonce."""
 
-    request_id: str
+    request_id: RequestId
     choice: int
     attempt: int
-    nonce: str
+    nonce: Nonce
 
     @property
     def sequence(self) -> SequenceKey:
@@ -69,10 +70,10 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag=T
 class AttemptMessage(Message, frozen=True, kw_only=True, tag=True):
     """Base of all messages about one attempt."""
 
-    request_id: str
+    request_id: RequestId
     choice: int
     attempt: int
-    nonce: str
+    nonce: Nonce
 
     @property
     def key(self) -> AttemptKey:
@@ -115,8 +116,8 @@ class WorkerAttemptMessage(AttemptMessage, frozen=True, kw_only=True, tag=True):
 class PrefillJob(AttemptMessage, frozen=True, kw_only=True, tag=True):
     """Compute this prompt, publish token 0, keep the KV blocks under a lease for a decode worker."""
 
-    gateway_id: str
-    fingerprint: str
+    gateway_id: GatewayId
+    fingerprint: Fingerprint
     """Model fingerprint; a worker of another model refuses."""
     prompt_token_ids: list[int]
     """Original prompt plus the tokens that earlier attempts emitted."""
@@ -135,8 +136,8 @@ class PrefillJob(AttemptMessage, frozen=True, kw_only=True, tag=True):
 class DecodeJob(AttemptMessage, frozen=True, kw_only=True, tag=True):
     """Fetch the KV blocks of this prompt from P and decode it; without P, prefill locally."""
 
-    gateway_id: str
-    fingerprint: str
+    gateway_id: GatewayId
+    fingerprint: Fingerprint
     prompt_token_ids: list[int]
     num_original_prompt_tokens: int
     sampling: SamplingParams
@@ -164,7 +165,7 @@ class Cancel(AttemptMessage, frozen=True, kw_only=True, tag=True):
 class ResendTokens(AttemptMessage, frozen=True, kw_only=True, tag=True):
     """Send the tokens of this attempt again, from output index `from_index` on."""
 
-    gateway_id: str
+    gateway_id: GatewayId
     from_index: int
 
 
@@ -220,10 +221,10 @@ class KvRelease(WorkerAttemptMessage, frozen=True, kw_only=True, tag=True):
 class LeaseItem(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """What D has of one hand-off."""
 
-    request_id: str
+    request_id: RequestId
     choice: int
     attempt: int
-    nonce: str
+    nonce: Nonce
     num_announced_blocks: int
     """Leading blocks of the sequence of which D knows P's id."""
     has_token0: bool
@@ -265,10 +266,10 @@ class Started(WorkerAttemptMessage, frozen=True, kw_only=True, tag=True):
 class SequenceTokens(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Tokens of one attempt, consecutive from `index`. Idempotent by (request_id, choice, attempt, index)."""
 
-    request_id: str
+    request_id: RequestId
     choice: int
     attempt: int
-    nonce: str
+    nonce: Nonce
     index: int
     """Output index of the first token, counted from the original prompt: 0 is the first token the client ever sees."""
     token_ids: list[int]
@@ -312,10 +313,10 @@ class Failed(WorkerAttemptMessage, frozen=True, kw_only=True, tag=True):
 class RosterItem(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """One attempt that a worker holds."""
 
-    request_id: str
+    request_id: RequestId
     choice: int
     attempt: int
-    nonce: str
+    nonce: Nonce
     state: SequenceState
     next_index: int
     """Output index of the next token; everything below can be asked for again."""

@@ -26,6 +26,7 @@ from pdserve.engine.loader import choose_num_blocks, free_memory_bytes, load_exe
 from pdserve.engine.scheduling.scheduler import Scheduler
 from pdserve.engine.scheduling.step_targets import StepTargets
 from pdserve.engine.sequence import Sequence
+from pdserve.ids import Nonce, RequestId
 from pdserve.log import get_logger
 from pdserve.messages import AttemptKey
 from pdserve.models.card import ModelCard
@@ -99,7 +100,7 @@ def warm_up(engine: Engine) -> LedgerReport:
 
 
 def _run_alone(engine: Engine, num_tokens: int, num_output_tokens: int) -> None:
-    key = AttemptKey("warm-up", 0, num_tokens, "")
+    key = AttemptKey(RequestId("warm-up"), 0, num_tokens, Nonce(""))
     sampling = SamplingParams(seed=0, max_tokens=num_output_tokens, top_p=0.9, ignore_eos=True)
     prompt = [(7 * index) % engine.vocab_size for index in range(num_tokens)]
     engine.add(Sequence(key, prompt, num_tokens, sampling, is_cacheable=False))

@@ -1,0 +1,17 @@
+"""Names that look alike, each a type of its own: mixing two of them is an error of types, not of a running service.
+
+They are texts, and stay texts on the bus. A plain `str` becomes an id where it is made, and where it enters.
+"""
+
+from __future__ import annotations
+
+from typing import NewType
+
+RequestId = NewType("RequestId", str)
+"""Names one request of a client; made by the gateway, the same in every process."""
+Nonce = NewType("Nonce", str)
+"""Names one attempt of a sequence; unguessable, so that no other attempt is taken for it."""
+GatewayId = NewType("GatewayId", str)
+"""Names one gateway process; never used again."""
+Fingerprint = NewType("Fingerprint", str)
+"""Names a model by its weights, tokenizer and template: equal ones may continue each other's sequences."""
