@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from bad_specs import merged
 
 from pdserve.operator.api.policy import Policy, read_policy
@@ -166,6 +168,13 @@ def test_what_is_told_names_the_field_and_leaves_the_mode_to_be_read() -> None:
         "spec.decode.max is not supported by this version: load does not change the number of workers. "
         "The operator keeps each pool at its min."
     )
+
+
+def test_what_the_documentation_shows_of_the_example_is_what_is_told() -> None:
+    root = Path(__file__).parents[3]
+    condition = told(read_service(yaml.safe_load((root / "manifests/examples/demo.yaml").read_text())), read_policy({}))
+    line = f"{condition.type}={condition.status} {condition.reason}: {condition.message}"
+    assert (root / "docs" / "kubernetes.md").read_text().count(f"\n{line}\n") == 2
 
 
 def test_defaults_that_a_server_fills_in_are_not_told() -> None:
