@@ -136,10 +136,10 @@ def test_variables_of_the_environment_that_are_no_setting_are_read_somewhere() -
 
 def number_of(node: ast.expr) -> float | None:
     """The value of a number, or of a product of numbers, as it stands in the code."""
-    try:
-        value = eval(ast.unparse(node), {"__builtins__": {}})
-    except (NameError, AttributeError, TypeError):  # it names something: then the number stands elsewhere
+    parts = (ast.Constant, ast.UnaryOp, ast.BinOp, ast.operator, ast.unaryop)
+    if not all(isinstance(part, parts) for part in ast.walk(node)):
         return None
+    value = eval(ast.unparse(node), {"__builtins__": {}})
     return value if type(value) in (int, float) else None
 
 
