@@ -92,18 +92,22 @@ class TokenStream:
             self.finish_reason = choice.get("finish_reason") or self.finish_reason
 
 
+@pytest.fixture(scope="session")
+def http() -> Iterator[httpx.Client]:
+    """One client for all files: making one reads all certificates, which takes longer than a request."""
+    with httpx.Client(timeout=60) as client:
+        yield client
+
+
 @pytest.fixture
-def open_stream(service: PrivateService, model: str) -> Callable[..., Any]:
+def open_stream(service: PrivateService, model: str, http: httpx.Client) -> Callable[..., Any]:
     """`with open_stream(prompt, max_tokens, **body) as stream`: greedy unless the body says otherwise."""
 
     @contextmanager
     def opened(prompt: list[int], max_tokens: int, headers: dict[str, str] | None = None, **more: Any) -> Iterator[Any]:
         body = {"model": model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "stream": True}
         body |= {"return_token_ids": True, "stream_options": {"include_usage": True}} | more
-        with (
-            httpx.Client(base_url=service.url, timeout=60) as client,
-            client.stream("POST", "/v1/completions", json=body, headers=headers) as response,
-        ):
+        with http.stream("POST", f"{service.url}/v1/completions", json=body, headers=headers) as response:
             yield TokenStream(response)
 
     return opened
@@ -125,13 +129,13 @@ def wait_for_fixture() -> Callable[..., Any]:
 
 
 @pytest.fixture
-def holder_of(service: PrivateService) -> Callable[[str], int | None]:
+def holder_of(service: PrivateService, http: httpx.Client) -> Callable[[str], int | None]:
     """`holder_of(role)`: number of the worker of this role that holds an attempt now; None when none does."""
 
     def find(role: str) -> int | None:
         for process in service.workers:
             if process.role == role and process.pid is not None:
-                attempts = httpx.get(f"{process.url}/debug/requests", timeout=5).json()
+                attempts = http.get(f"{process.url}/debug/requests", timeout=5).json()
                 if any(attempt["phase"] not in ("finished", "waiting") for attempt in attempts):
                     return process.index
         return None

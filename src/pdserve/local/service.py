@@ -101,6 +101,7 @@ class PrivateService:
         self._start_timeout_s = start_timeout_s
         self._folder = Path(tempfile.mkdtemp(prefix="pdserve-service-"))
         self._redis = RedisServer()
+        self._http = httpx.Client(limits=httpx.Limits(max_keepalive_connections=0))  # making one takes a poll's time
         self._model, self._settings, self._faults = str(model), dict(settings or {}), faults
         self._role_settings = role_settings or {}
         counts = {"prefill": 1, "decode": 1, "gateway": 1} | dict(num or {})
@@ -152,6 +153,7 @@ class PrivateService:
             if process.process is not None:
                 _end(process.process, max(0.0, give_up_s - time.monotonic()))
         self._redis.stop()
+        self._http.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def __enter__(self) -> Self:
@@ -171,12 +173,19 @@ class PrivateService:
         timeout_s = self._start_timeout_s if timeout_s is None else timeout_s
         give_up_s = time.monotonic() + timeout_s
         for process in self.processes:
-            while process.process is not None and (obstacle := _why_not_ready(process.url)) is not None:
+            while process.process is not None and (obstacle := self._why_not_ready(process)) is not None:
                 if process.pid is None:
                     self._give_up(f"{process.id} exited with {process.process.poll()}", process)
                 if time.monotonic() > give_up_s:
                     self._give_up(f"{process.id} was not ready within {timeout_s:g} s ({obstacle})", process)
                 time.sleep(_POLL_S)
+
+    def _why_not_ready(self, process: ServiceProcess) -> str | None:
+        try:
+            response = self._http.get(f"{process.url}/ready", timeout=5)
+        except httpx.HTTPError as error:
+            return f"/ready does not answer: {type(error).__name__}"
+        return None if response.status_code == 200 else read_readiness(response.content).message
 
     def _give_up(self, what: str, process: ServiceProcess) -> None:
         raise ServiceError(f"{what}; its last lines:\n{process.last_lines() or '(it printed nothing)'}")
@@ -207,12 +216,12 @@ class PrivateService:
 
     def put_faults(self, role: str, faults: Mapping[str, Any], index: int = 0) -> None:
         """Replace a process's test hooks."""
-        httpx.put(f"{self.process(role, index).url}/debug/faults", json=faults, timeout=5).raise_for_status()
+        self._http.put(f"{self.process(role, index).url}/debug/faults", json=faults, timeout=5).raise_for_status()
 
     def ledgers(self) -> dict[str, dict[str, Any]]:
         """`/debug/kv` of every worker that runs, by worker id; `{"ok": false, "error": …}` where it cannot be told."""
         running = [process for process in self.workers if process.pid is not None]
-        return {p.id: httpx.get(f"{p.url}/debug/kv", timeout=20).json() for p in running}
+        return {p.id: self._http.get(f"{p.url}/debug/kv", timeout=20).json() for p in running}
 
     def wait_until_nothing_is_held(self, timeout_s: float) -> None:
         """Wait until every KV ledger is in order and no block is owned, leased, receiving or quarantined.
@@ -272,14 +281,6 @@ def held_blocks(ledger: Mapping[str, Any]) -> int:
 
 def _text(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _why_not_ready(url: str) -> str | None:
-    try:
-        response = httpx.get(f"{url}/ready", timeout=5)
-    except httpx.HTTPError as error:
-        return f"/ready does not answer: {type(error).__name__}"
-    return None if response.status_code == 200 else read_readiness(response.content).message
 
 
 def _end(process: subprocess.Popen[bytes], timeout_s: float) -> None:
