@@ -33,8 +33,13 @@ def main(argv: list[str]) -> int:
     settings = load(OperatorSettings, argv, os.environ)
     identity = f"{socket.gethostname()}-{secrets.token_hex(3)}"
     setup_logging(settings.log_level, settings.log_format, process=f"operator {identity}")
-    asyncio.run(_Operator(settings, identity).run())
+    asyncio.run(_run(settings, identity))
     return 0
+
+
+async def _run(settings: OperatorSettings, identity: str) -> None:
+    sock = listen_or_explain("METRICS_PORT", settings.host, settings.metrics_port)
+    await _Operator(settings, identity).run(sock)
 
 
 class _Operator:
@@ -49,9 +54,8 @@ class _Operator:
         self._telemetry = Telemetry()
         self._stop = asyncio.Event()
 
-    async def run(self) -> None:
+    async def run(self, sock: socket.socket) -> None:
         stop_on_signals(self._stop)
-        sock = listen_or_explain("METRICS_PORT", self._settings.host, self._settings.metrics_port)
         server = await serve(self._telemetry, sock)
         background = {"the HTTP port": server.serve_forever(), "the operator": self._lead()}
         try:
