@@ -38,11 +38,12 @@ def main(argv: list[str]) -> int:
 
 
 async def _run(settings: OperatorSettings, identity: str) -> None:
+    sock = listen_or_explain("METRICS_PORT", settings.host, settings.metrics_port)
     kube = Kube(ClusterLogin())
     try:
         namespace = settings.namespace or (await kube.login.current()).namespace
         leadership = Leadership(kube, namespace, identity, settings.lease_s)
-        await _Operator(settings, namespace, kube, leadership).run()
+        await _Operator(settings, namespace, kube, leadership).run(sock)
     finally:
         await kube.close()
 
@@ -55,9 +56,8 @@ class _Operator:
         self._telemetry = Telemetry()
         self._stop = asyncio.Event()
 
-    async def run(self) -> None:
+    async def run(self, sock: socket.socket) -> None:
         stop_on_signals(self._stop)
-        sock = listen_or_explain("METRICS_PORT", self._settings.host, self._settings.metrics_port)
         server = await serve(self._telemetry, sock)
         background = {"the HTTP port": server.serve_forever(), "the operator": self._lead()}
         try:
