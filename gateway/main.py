@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
 
 
 def _refuse_keys(settings: GatewaySettings) -> None:
-    """Whoever names a file of keys must not get a gateway that answers everyone."""
+    """A user who names a file of keys must not get a gateway that answers everyone."""
     if settings.api_keys_file is not None:
         expected = "none: this version does not check API keys; let a proxy in front of it do that"
         raise SettingError("API_KEYS_FILE", settings.api_keys_file, expected)
