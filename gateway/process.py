@@ -133,7 +133,7 @@ class GatewayProcess:
         )
 
     def _metrics_urls(self) -> list[str]:
-        """Of all gateways behind our port, when there are several."""
+        """The metrics of all gateways behind our port, when there are several."""
         behind = [g.metrics_url for g in self._view.gateways.values() if g.url == self._api_url]
         return sorted(behind) if len(behind) > 1 else []
 

@@ -116,7 +116,7 @@ class Exchange:
             await self._is_empty.wait()
 
     def bus_down_s(self, now_s: float) -> float:
-        """For how long the bus has been away; 0: it is there."""
+        """Time since the bus went away, in seconds; 0: it is there."""
         return 0.0 if self._bus_down_since_s is None else max(1e-9, now_s - self._bus_down_since_s)
 
     # --- time

@@ -1,6 +1,6 @@
-"""What a failed attempt means: is it somebody's fault, may the sequence go on, and what does the client hear.
+"""What a failed attempt means: is it a worker's fault, may the sequence go on, and what does the client hear.
 
-Pure decisions over closed sets of reasons; the state machine in sequence_machine.py applies them.
+Pure decisions over closed sets of reasons; sequence_machine.py and recovery.py apply them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pdserve.reasons import FailReason
 from pdserve.settings import GatewaySettings
 
 FREE_REASONS = frozenset({FailReason.NO_CAPACITY, FailReason.DRAINING})
-"""Nobody's fault: such an end does not count against MAX_ATTEMPTS."""
+"""Ends that are no fault: they do not count against MAX_ATTEMPTS."""
 
 TRANSFER_REASONS = frozenset(
     {FailReason.HANDOFF_FAILED, FailReason.HANDOFF_TIMEOUT, FailReason.INTEGRITY, FailReason.NO_TOKEN0}

@@ -59,7 +59,7 @@ class Waterfall:
     # --- marks
 
     def note_queued(self, now_s: float) -> None:
-        """The request passed the door."""
+        """The request was let in and waits."""
         self.queued_s = on_grid(now_s)
 
     def note_dispatched(self, choice: int, now_s: float) -> None:

@@ -156,7 +156,7 @@ class Fields:
         return number
 
     def boolean(self, name: str, default: bool) -> bool:
-        """true or false."""
+        """A field that is true or false."""
         value = self.values.get(name)
         if value is None:
             return default
@@ -169,7 +169,7 @@ class Fields:
     @overload
     def text(self, name: str, default: None = None, *, max_length: int = ...) -> str | None: ...
     def text(self, name: str, default: str | None = None, *, max_length: int = 2**31) -> str | None:
-        """A string."""
+        """A string of at most `max_length` characters."""
         value = self.values.get(name)
         if value is None:
             return default
@@ -178,12 +178,12 @@ class Fields:
         return value
 
     def object(self, name: str) -> Fields | None:
-        """A JSON object."""
+        """The fields of a JSON object."""
         value = self.values.get(name)
         return None if value is None else Fields.of(value, self.param(name))
 
     def items(self, name: str, expected: str, *, max_items: int = 2**31) -> list[Any] | None:
-        """A list."""
+        """A list of at most `max_items` values."""
         value = self.values.get(name)
         if value is None:
             return None

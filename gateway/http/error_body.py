@@ -1,4 +1,4 @@
-"""Every error a client sees has one shape: `{"error": {"message", "type", "param", "code"}}`. Pure."""
+"""Every error that a client sees has one form: `{"error": {"message", "type", "param", "code"}}`. Pure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def error_object(error: RequestError) -> dict[str, Any]:
 
 
 def error_response(error: RequestError) -> tuple[int, Headers, bytes]:
-    """(status, headers, body)."""
+    """(status, headers, body) of the response with this error."""
     headers: Headers = [(b"content-type", b"application/json")]
     if error.retry_after_s is not None:
         headers.append((b"retry-after", str(max(1, math.ceil(error.retry_after_s))).encode()))

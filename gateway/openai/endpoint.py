@@ -1,4 +1,6 @@
-"""The edge around every POST: body in, errors out, and an ear for the client that leaves. Step 1 of 8.
+"""The edge around every POST: body in, errors out, and an ear for the client that leaves.
+
+Step 1 of 8 of a request's way, with chat.py and completions.py.
 
 The handler races against `http.disconnect`: polling would miss it behind middleware. Whatever a handler raises
 becomes one error in one shape; what it does not expect is logged and becomes a 500.
@@ -42,7 +44,7 @@ class PostEndpoint:
     """Asks workers for tokens: refused while draining, counted as a request."""
 
     async def __call__(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
-        """Serve one request."""
+        """Serve one request from its body to the end of its answer."""
         frontend = self.frontend
         headers = dict(scope["headers"])
         call = self._call(headers, send)
@@ -148,7 +150,7 @@ async def _until_client_leaves(receive: Receive, work: Coroutine[Any, Any, None]
 
 
 def _nothing() -> None:
-    """For servers that cannot abort a connection."""
+    """Stands in where the server cannot abort a connection."""
 
 
 async def _leave(receive: Receive) -> None:

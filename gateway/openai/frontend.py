@@ -30,7 +30,7 @@ class Dispatches(Protocol):
         """Prompt and output tokens that fit into every pair; None while there is no pair."""
 
     def submit(self, request: GenerationRequest) -> Generation:
-        """Queue a request.
+        """Take in a request, which may wait.
 
         Raises:
             RequestError: it is refused at once.

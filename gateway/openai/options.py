@@ -53,7 +53,7 @@ class Options:
 
     n: int
     max_tokens: int | None
-    """None: not given."""
+    """None: the client gave no limit."""
     sampling: SamplingParams
     """Its max_tokens is preliminary: see `sampling_for`."""
     stops: tuple[str, ...]

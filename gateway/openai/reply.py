@@ -1,4 +1,4 @@
-"""From a checked request to the bytes of its answer: submitted, then sent in the shape of one endpoint.
+"""Submits a checked request, and sends its answer in the shape of one endpoint.
 
 Before: chat.py or completions.py made token ids and options of a body. After: dispatch/dispatcher.py takes the
 `GenerationRequest`; http/sse.py writes what comes back. Knows neither chat nor completions.

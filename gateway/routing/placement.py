@@ -57,7 +57,7 @@ class WorkerHoldings:
 
 
 class Windows:
-    """The ledger of one role. Amounts are prompt tokens (P) or KV blocks (D)."""
+    """The ledger of one role. Amounts are prompt tokens (prefill) or KV blocks (decode)."""
 
     def __init__(self, settle_after_s: float) -> None:
         self._settle_after_s = settle_after_s
@@ -108,7 +108,7 @@ class Windows:
                 holdings.num_unsettled -= 1
 
     def total(self, worker: WorkerRef) -> int:
-        """Everything outstanding there."""
+        """All that is outstanding there."""
         holdings = self._workers.get(worker)
         return holdings.total if holdings else 0
 
@@ -165,7 +165,7 @@ class Placement:
     def find_prefill(
         self, demand: Demand, workers: Workers, now_s: float, blocked: set[WorkerRef]
     ) -> WorkerRegistration | Wait:
-        """The P for a prompt. `blocked`: workers that an entry further ahead waits for; extended here."""
+        """The prefill worker for a prompt. `blocked`: workers that an entry further ahead waits for; extended here."""
         prefill, decode = demand.allowed_pairs(self.router.pairs(workers))
         if not prefill:
             return Wait.NO_PAIR
@@ -186,7 +186,7 @@ class Placement:
     def find_local(
         self, demand: Demand, workers: Workers, now_s: float, blocked: set[WorkerRef]
     ) -> WorkerRegistration | Wait:
-        """The D that computes a prompt itself. `blocked`: as for `find_prefill`."""
+        """The decode worker that computes a prompt itself. `blocked`: as for `find_prefill`."""
         decode = demand.allowed_decode(self.router.ready(workers, Role.DECODE))
         if not decode:
             return Wait.NO_PAIR
@@ -230,7 +230,7 @@ class Placement:
         prefill: WorkerRegistration,
         refused: Collection[WorkerRef] = (),
     ) -> WorkerRegistration | Wait:
-        """The D for a hand-off from `prefill`."""
+        """The decode worker for a hand-off from `prefill`."""
         ready = [w for w in self.router.ready(workers, Role.DECODE) if w.kv_signature == prefill.kv_signature]
         usable = [worker for worker in ready if worker.ref not in refused]
         if not usable:
@@ -286,7 +286,7 @@ class Placement:
         ]
 
     def _free_blocks(self, worker: WorkerRegistration, demand: Demand) -> int:
-        """Blocks that one sequence of this demand may use there; 0: it has to wait. An idle D takes any one."""
+        """Blocks that one sequence of this demand may use there; 0: it has to wait. An idle worker takes any one."""
         ref, needed = worker.ref, demand.num_decode_blocks(worker.block_size)
         num_free = worker.window - self.decode_windows.unsettled(ref)
         if not self.decode_windows.has_any(ref):

@@ -41,7 +41,7 @@ class Chat:
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     variables: Mapping[str, Any] = field(default_factory=dict)
-    """`chat_template_kwargs`."""
+    """The client's `chat_template_kwargs`, and fields that templates read."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class ChatPrompts:
 
 
 class ChatTemplate:
-    """One compiled template."""
+    """One model's compiled chat template."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         """`special_tokens`: variables such as bos_token and eos_token.
@@ -138,7 +138,7 @@ class ChatTemplate:
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt's text.
+        """The text of the prompt.
 
         Raises:
             InvalidRequestError: the template refuses these messages, or has no place to continue the last one.

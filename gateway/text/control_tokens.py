@@ -5,7 +5,7 @@ Once rendered both look alike, so the client's strings carry marks through the t
 
 1. `mark` puts a START before each control-token string in a client's text, and an EDGE where such a text could
    be one part of a control token whose other parts are its neighbours. Marks are single private-use characters
-   that occur nowhere in the request, so nobody can write them, and most texts get none.
+   that occur nowhere in the request, so no client can write them, and most texts get none.
 2. `find` takes the marks out of the rendered text and tells the tokens that the template itself wrote from
    those in which a client's text has a part.
 

@@ -212,7 +212,7 @@ class HasBackend(Protocol):
 
     @property
     def backend_tokenizer(self) -> Tokenizer:
-        """The wrapped one."""
+        """The wrapped `tokenizers.Tokenizer`."""
 
 
 class Detokenizer:
@@ -280,7 +280,7 @@ class _ByteDecoding:
 
 
 class _WindowDecoding:
-    """For any other decoder: decode the tokens since the last complete character, with those before as context."""
+    """Decodes the tokens since the last complete character, with those before as context: right for any decoder."""
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
         self._tokenizer, self._skip = tokenizer, skip_special_tokens

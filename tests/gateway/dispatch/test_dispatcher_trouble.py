@@ -16,6 +16,7 @@ from pdserve.gateway.dispatch.dispatch_loop import WaitLimits
 from pdserve.gateway.generation.request import FailedEvent
 from pdserve.local.redis_server import RedisServer
 from pdserve.messages import Roster, RosterItem
+from pdserve.readiness import ReadyReason
 from pdserve.registration import Role
 
 # --- trouble
@@ -216,7 +217,7 @@ async def test_a_bus_that_stays_away_is_503_for_new_requests_within_the_bus_time
                 assert event.error.status == 503
                 with pytest.raises(UnavailableError):
                     s.dispatcher.submit(request())
-                assert not s.dispatcher.readiness.ready
+                assert s.dispatcher.readiness.reason is ReadyReason.BUS_UNREACHABLE
 
 
 async def test_drain_lets_streams_finish_and_takes_nothing_new(redis_url: str) -> None:
@@ -227,7 +228,9 @@ async def test_drain_lets_streams_finish_and_takes_nothing_new(redis_url: str) -
             generation = s.dispatcher.submit(request(max_tokens=20))
             draining = asyncio.create_task(s.dispatcher.drain(10.0))
             await asyncio.sleep(0)
-            assert not s.dispatcher.readiness.ready
+            readiness = s.dispatcher.readiness
+            assert (readiness.ready, readiness.reason) == (False, ReadyReason.DRAINING)
+            assert readiness.load.num_running == 1
             with pytest.raises(UnavailableError):
                 s.dispatcher.submit(request())
             assert text_of(await collect(generation)) == answer(20)

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pdserve.errors import UnavailableError
 from pdserve.gateway.detokenize import Detokenizer
-from pdserve.gateway.generation.answer import ChoiceOutput
-from pdserve.gateway.generation.request import FinishedEvent, TokensEvent
+from pdserve.gateway.generation.answer import Answer, ChoiceOutput
+from pdserve.gateway.generation.request import (
+    FailedEvent,
+    FinishedEvent,
+    Generation,
+    GenerationRequest,
+    TokensEvent,
+)
 from pdserve.gateway.text.stop_strings import StopMatcher
 from pdserve.messages import TokenLogprobs
 from pdserve.models.tiny_tokenizer import TURN_END, build_tokenizer
+from pdserve.reasons import CancelReason
+from pdserve.sampling_params import SamplingParams
 
 TOKENIZER = build_tokenizer()
 EOS = TOKENIZER.token_to_id(TURN_END)
@@ -130,3 +140,56 @@ def test_entries_cover_every_counted_token_and_join_to_the_text() -> None:
     assert len(entries) == output.num_tokens == len(ids)
     assert "".join(entry.text for entry in entries) == text == "the 👍"
     assert entries[-1].is_hidden
+
+
+# --- several prompts
+
+
+def new_answer(num_prompts: int) -> tuple[Answer, list[Generation]]:
+    generations = [
+        Generation(
+            GenerationRequest(f"r{n}", [1], 1, SamplingParams(seed=0, max_tokens=8), deadline_s=9.0, received_s=0.0),
+            on_cancel=lambda reason: None,
+            on_finish_choice=lambda choice: None,
+            clock=lambda: 1.0,
+        )
+        for n in range(num_prompts)
+    ]
+    outputs = [ChoiceOutput(n, Detokenizer(TOKENIZER), terminal_ids=frozenset()) for n in range(num_prompts)]
+    return Answer(generations, outputs, clock=lambda: 1.0, on_tokens=lambda gap_s, num_tokens: None), generations
+
+
+async def test_the_answers_to_several_prompts_are_read_as_they_come() -> None:
+    answer, generations = new_answer(3)
+    for which in (1, 0, 2):
+        reading = asyncio.create_task(answer.advance())
+        await asyncio.sleep(0)
+        assert not reading.done()
+        generations[which].push(TokensEvent(0, 0, [80]))
+        generations[which].push(FinishedEvent(0, "length", None, 1))
+        assert [output.index for output in await reading] == [which]
+    assert await answer.advance() == []
+    assert answer.num_output_tokens == 3
+
+
+async def test_what_came_before_the_reader_is_not_lost() -> None:
+    answer, generations = new_answer(2)
+    for generation in generations:
+        generation.push(TokensEvent(0, 0, [80]))
+    assert [output.index for output in await answer.advance()] == [0, 1]
+
+
+async def test_a_generation_that_was_cancelled_behind_the_readers_back_is_an_error() -> None:
+    answer, generations = new_answer(2)
+    reading = asyncio.create_task(answer.advance())
+    await asyncio.sleep(0)
+    generations[1].cancel(CancelReason.SHUTDOWN)
+    with pytest.raises(UnavailableError):
+        await reading
+
+
+async def test_one_failure_ends_the_answer() -> None:
+    answer, generations = new_answer(2)
+    generations[0].push(FailedEvent(UnavailableError("gone")))
+    with pytest.raises(UnavailableError, match="gone"):
+        await answer.advance()
