@@ -116,7 +116,9 @@ async def test_a_cancel_in_any_phase_frees_everything_on_both_sides(phase: str, 
             assert set(d.blocks) == {"quarantined"}, "a READ may still write them"
             assert set(p.blocks) == {"leased"}, "a READ may still need them"
         d.transports.let_go()
+        began_s = now_s()
         await w.until_nothing_is_held()
+        assert now_s() - began_s < LEASE_S / 2, "the decode worker said that it is done"
         assert (sequence.failures, len(sequence.token_ids)) == ([], num_tokens)
 
 
