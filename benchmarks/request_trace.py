@@ -23,7 +23,6 @@ from pathlib import Path
 from types import FrameType
 
 import httpx
-from pdserve.settings.processes import GatewaySettings
 from prometheus_client import CollectorRegistry
 
 from pdserve.bus.bus import Bus
@@ -55,6 +54,7 @@ from pdserve.models.card import ModelCard
 from pdserve.models.tiny import make_model
 from pdserve.reasons import FinishReason
 from pdserve.registration import Role, WorkerLoad, WorkerRegistration, WorkerState
+from pdserve.settings import GatewaySettings
 
 NUM_TOKENS = 6
 NUM_TRACED = 9
@@ -211,14 +211,11 @@ async def serving(redis_url: str, model: Path) -> AsyncIterator[str]:
         workers = [ScriptedWorker(workers_bus, role, card.fingerprint) for role in Role]
         await bus.start()
         await workers_bus.start()
-        answering = asyncio.create_task(server.run())
-        tasks = [asyncio.create_task(part.run()) for part in (view, dispatcher, *workers)]
+        tasks = [asyncio.create_task(part.run()) for part in (server, view, dispatcher, *workers)]
         try:
             await is_ready.wait()
             yield url_of(sock)
         finally:
-            server.stop()
-            await answering
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
