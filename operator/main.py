@@ -9,6 +9,7 @@ import socket
 
 import kopf
 
+from pdserve.http_server import watch_port
 from pdserve.log import get_logger, setup_logging
 from pdserve.operator.cluster.discovery import discover, wait_for_own_kinds
 from pdserve.operator.cluster.kube import Kube
@@ -59,7 +60,7 @@ class _Operator:
     async def run(self, sock: socket.socket) -> None:
         stop_on_signals(self._stop)
         server = await serve(self._telemetry, sock)
-        background = {"the HTTP port": server.serve_forever(), "the operator": self._lead()}
+        background = {"the HTTP port": watch_port(sock), "the operator": self._lead()}
         try:
             await run_with_background(self._stop.wait(), background)
         finally:

@@ -53,6 +53,23 @@ def url_of(sock: socket.socket, host: str | None = None) -> str:
     return f"http://{f'[{name}]' if ':' in name else name}:{port}"
 
 
+async def watch_port(sock: socket.socket) -> None:
+    """Look once a second whether a socket still listens: one that is closed raises no error in an event loop.
+
+    Raises:
+        OSError: it does not.
+    """
+    port = sock.getsockname()[1]
+    while True:
+        try:
+            is_listening = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) != 0
+        except OSError:
+            is_listening = False
+        if not is_listening:
+            raise OSError(f"port {port} does not listen any more")
+        await asyncio.sleep(1.0)
+
+
 class HttpServer:
     """One listener; it ends when `run` is cancelled, and waits for nothing then: its owner has drained before."""
 
@@ -70,33 +87,34 @@ class HttpServer:
             server_header=False,
             timeout_graceful_shutdown=1,
         )
-        self._server = _OwnedServer(config, sock)
+        self._server = _OwnedServer(config)
 
     async def run(self) -> None:
         """Serve until cancelled; the listener and all connections are closed then.
 
         Raises:
-            OSError: the socket does not listen any more.
+            ExceptionGroup: of one OSError, when the socket does not listen any more.
         """
         try:
-            await self._server.serve(sockets=[self._sock])
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._server.serve(sockets=[self._sock]))
+                tasks.create_task(watch_port(self._sock))
         finally:
             self._server.close()
+            self._sock.close()
 
 
 class _OwnedServer(uvicorn.Server):
-    """Leaves signals to the process it runs in, and looks whether it still listens."""
+    """Leaves signals to the process it runs in."""
 
-    def __init__(self, config: uvicorn.Config, sock: socket.socket) -> None:
+    def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
-        self._sock, self._port = sock, sock.getsockname()[1]
         self.servers: list[asyncio.base_events.Server] = []
 
     async def main_loop(self) -> None:
         """Tick once a second instead of ten times; a tick renews the Date header of answers."""
         while True:
             await self.on_tick(0)
-            self._check_port()
             await asyncio.sleep(1.0)
 
     def close(self) -> None:
@@ -104,20 +122,10 @@ class _OwnedServer(uvicorn.Server):
         for server in self.servers:
             with contextlib.suppress(OSError, ValueError):  # its socket has died
                 server.close()
-        self._sock.close()
         for connection in list(self.server_state.connections):
             cast("Any", connection).transport.close()
         for task in list(self.server_state.tasks):
             task.cancel()
-
-    def _check_port(self) -> None:
-        """A listening socket that has been closed or shut down raises no error in an event loop."""
-        try:
-            is_listening = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) != 0
-        except OSError:
-            is_listening = False
-        if not is_listening:
-            raise OSError(f"port {self._port} does not listen any more")
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:

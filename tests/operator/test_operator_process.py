@@ -23,6 +23,8 @@ NAMESPACE = "shop"
 KINDS = {
     f"/apis/{API_VERSION}": {"pdservices": "PDService", "scalingpolicies": "ScalingPolicy"},
     "/apis/apps/v1": {"deployments": "Deployment"},
+    "/apis/apiextensions.k8s.io/v1": {"customresourcedefinitions": "CustomResourceDefinition"},
+    "/api/v1": {"namespaces": "Namespace"},
 }
 
 
@@ -52,9 +54,9 @@ class ApiServer:
             ]
             return web.json_response({"resources": resources})
         if path == "/api":
-            return web.json_response({"versions": []})
+            return web.json_response({"versions": ["v1"]})
         if path == "/apis":
-            groups = [(GROUP, VERSION), ("apps", "v1")]
+            groups = [(GROUP, VERSION), ("apps", "v1"), ("apiextensions.k8s.io", "v1")]
             versions = [[{"groupVersion": f"{group}/{version}", "version": version}] for group, version in groups]
             listed = [
                 {"name": name, "versions": version, "preferredVersion": version[0]}

@@ -21,7 +21,10 @@ Json = dict[str, Any]
 
 def main(argv: list[str]) -> int:
     """Print YAML of every PDService in a file (`-` is standard input). Needs no cluster."""
-    parser = argparse.ArgumentParser(prog="pdserve render", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="pdserve render",
+        description="Prints what the operator makes of a PDService.",
+    )
     parser.add_argument("file", help="YAML with one or more PDService objects; - reads standard input")
     parser.add_argument("--namespace", default="default", help="namespace of objects that name none")
     parser.add_argument(
