@@ -5,7 +5,8 @@ decode steps with and without CUDA graphs; greedy tokens against transformers; t
 processes on one GPU over NIXL. A failed step never keeps the next from running. The report is written after every
 step, with date and hardware: gpu-check.md and gpu-check.json in the folder `--report`.
 
-`--dry-run` needs no GPU: every step in small sizes on the CPU, kernels under Triton's interpreter; it measures nothing.
+`--dry-run` needs no GPU: every step in small sizes on the CPU, kernels under Triton's interpreter; it measures nothing,
+and its report goes to a temporary folder unless `--report` names one.
 """
 
 from __future__ import annotations
@@ -227,7 +228,8 @@ def main() -> int:
     """0 when nothing failed and nothing was skipped."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
     parser.add_argument("--dry-run", action="store_true", help="without a GPU, in small sizes")
-    parser.add_argument("--report", type=Path, default=Path("gpu-check"), help="folder of the report")
+    told = "folder of the report (default: gpu-check; a temporary one in a dry run)"
+    parser.add_argument("--report", type=Path, metavar="FOLDER", help=told)
     parser.add_argument("--only", nargs="+", choices=STEPS, metavar="STEP", help="these steps; kernels need ceilings")
     options = parser.parse_args()
     if options.dry_run:
@@ -242,15 +244,20 @@ def main() -> int:
         device=torch.device("cpu") if options.dry_run else torch.device("cuda", 0),
         dtype=torch.float32 if options.dry_run else torch.bfloat16,
         is_tiny=options.dry_run,
-        report=options.report,
+        report=options.report
+        or (Path(tempfile.mkdtemp(prefix="gpu-check-")) if options.dry_run else Path("gpu-check")),
     )
     for name, body in STEPS.items():
         if not options.only or name in options.only:
             check.run(name, body)
     faulthandler.cancel_dump_traceback_later()
     bad = [step.name for step in check.steps if step.verdict != "ok"]
-    print(f"report in {options.report}; " + (f"not ok: {', '.join(bad)}" if bad else "all ok"))
+    print(f"report in {check.report}; " + (f"not ok: {', '.join(bad)}" if bad else "all ok"))
     return int(bool(bad))
+
+
+def _default_report(*, is_dry: bool) -> Path:
+    return Path(tempfile.mkdtemp(prefix="gpu-check-")) if is_dry else Path("gpu-check")
 
 
 if __name__ == "__main__":

@@ -147,8 +147,26 @@ def exists(module: str) -> bool:
     return find_spec(module) is not None
 
 
-@pytest.mark.parametrize("module", light_modules())
-def test_importing_a_light_module_leaves_torch_out(module: str) -> None:
-    code = f"import sys, {module}; print(sorted({HEAVY!r} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
-    assert done.stdout.strip() == "[]", done.stderr or done.stdout
+LIGHT = light_modules()
+IMPORT_EACH = """
+import importlib, sys
+
+for module in sys.argv[1:]:
+    importlib.import_module(module)
+    print(module, *sorted({heavy} & set(sys.modules)), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def heavy_after() -> dict[str, list[str]]:
+    """Light module → heavy ones in memory once it and those before it in the list are imported by one process."""
+    code = IMPORT_EACH.format(heavy=repr(HEAVY))
+    done = subprocess.run([sys.executable, "-c", code, *LIGHT], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+    lines = [line.split() for line in done.stdout.splitlines()]
+    return {module: heavy for module, *heavy in lines}
+
+
+@pytest.mark.parametrize("module", LIGHT)
+def test_importing_a_light_module_leaves_torch_out(module: str, heavy_after: dict[str, list[str]]) -> None:
+    assert heavy_after[module] == []
