@@ -130,7 +130,7 @@ class Engine:
             What token 0 ended, as a step would tell it; None when the sequence runs on.
         """
         self._receiving.complete(sequence, is_chain_proven=is_chain_proven)
-        self._append(sequence, token0, token0_logprobs)
+        self._append(sequence, token0)
         if sequence.finish_reason is not None:
             return self._finish_at_token0(sequence, token0, token0_logprobs)
         self.scheduler.resume(sequence, self._clock())
@@ -151,7 +151,7 @@ class Engine:
         self._receiving.drop(sequence, quarantine=quarantine)
         self.tables.give_back(sequence)
         sequence.num_computed_tokens = sequence.num_cached_tokens = 0
-        self._append(sequence, token0, token0_logprobs)
+        self._append(sequence, token0)
         if sequence.finish_reason is not None:
             return self._finish_at_token0(sequence, token0, token0_logprobs)
         self.scheduler.add(sequence)
@@ -240,10 +240,8 @@ class Engine:
             num_kv_tokens=self.block_pool.num_blocks * self.tables.block_size,
         )
 
-    def _append(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> None:
+    def _append(self, sequence: Sequence, token_id: int) -> None:
         sequence.output_token_ids.append(token_id)
-        if sequence.sampling.logprobs is not None and logprobs is not None:
-            sequence.output_logprobs.append(logprobs)
         check_stop(sequence, self.eos_token_ids, self.executor.max_model_len)
 
     def _finish_at_token0(self, sequence: Sequence, token0: int, logprobs: TokenLogprobs | None) -> StepOutput:
@@ -266,7 +264,7 @@ class Engine:
             sequence.num_computed_tokens += sequence.num_scheduled_tokens
             self.tables.remember(sequence, num_before)
             if (token := sampled.get(id(sequence))) is not None:
-                self._append(sequence, token.token_id, token.logprobs)
+                self._append(sequence, token.token_id)
                 tokens.append((sequence, token.token_id, token.logprobs))
                 self._settle(sequence, finished)
         return StepOutput(

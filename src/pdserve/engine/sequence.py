@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pdserve.messages import AttemptKey, TokenLogprobs
+from pdserve.messages import AttemptKey
 from pdserve.reasons import FinishReason, SequenceState
 from pdserve.sampling_params import SamplingParams
 
@@ -39,8 +39,6 @@ class Sequence:
     state: SequenceState = SequenceState.WAITING
     output_token_ids: list[int] = field(default_factory=list)
     """Sampled (or received, for token 0 of a hand-off) in this attempt."""
-    output_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """Parallel to `output_token_ids` when logprobs were asked for, else empty."""
     block_table: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
     """Chain hashes of the full blocks of the tokens, extended lazily (prefix cache)."""

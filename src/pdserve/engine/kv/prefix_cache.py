@@ -35,9 +35,6 @@ class PrefixCache:
         self._block_of: dict[bytes, int] = {}
         self._entries: dict[int, tuple[bytes, BlockIdentity]] = {}
 
-    def __len__(self) -> int:
-        return len(self._block_of)
-
     def chain_hash(self, identity: BlockIdentity) -> bytes:
         """The block's address."""
         digest = hashlib.blake2b(digest_size=HASH_BYTES, key=self._key)

@@ -20,7 +20,7 @@ import torch
 from pdserve.errors import TransferError
 from pdserve.reasons import TransferReason
 from pdserve.registration import WorkerRef
-from pdserve.transfer.base import Descriptor, Handle, PullResult, PullState, Transport, wait_connected
+from pdserve.transfer.base import Descriptor, Handle, PullResult, PullState, Transport
 from pdserve.transfer.descriptor import check_compatible, check_intact, seal
 from pdserve.transfer.memory import bytes_view
 from pdserve.transfer.nixl.agent import NativeRead, NixlAgent, prepare_environment
@@ -34,7 +34,6 @@ class _Read:
     handle: Handle
     native: NativeRead
     peer: NixlPeer
-    num_bytes: int
     deadline_s: float
     given_up: TransferReason | None = None
     """Why nobody waits for it any more; it is watched until it ended all the same."""
@@ -122,10 +121,6 @@ class NixlTransport:
         """See `Transport.is_connected`."""
         return self._live.find_usable(peer) is not None
 
-    def connect(self, descriptor: Descriptor) -> None:
-        """See `Transport.connect`."""
-        wait_connected(self, descriptor)
-
     def pull(
         self, peer: WorkerRef, nonce: str, remote_ids: list[int], local_ids: list[int], deadline_s: float
     ) -> Handle:
@@ -146,12 +141,12 @@ class NixlTransport:
                 TransferReason.CONNECT, f"the connection to {peer} is broken ({error}); connect again"
             )
             raise
-        handle, num_bytes = Handle(next(self._handles)), len(local_ids) * self._own.block_bytes
+        handle = Handle(next(self._handles))
         if has_ended:
             peers.agent.release(native)
-            self._results.append(PullResult(handle, PullState.DONE, num_bytes=num_bytes))
+            self._results.append(PullResult(handle, PullState.DONE))
         else:
-            self._reads[handle] = _Read(handle, native, known, num_bytes, deadline_s)
+            self._reads[handle] = _Read(handle, native, known, deadline_s)
             known.num_reads += 1
         return handle
 
@@ -286,7 +281,7 @@ class NixlTransport:
         is_terminal: bool = True,
         detail: str = "",
     ) -> None:
-        self._results.append(PullResult(read.handle, state, reason, is_terminal, read.num_bytes, detail))
+        self._results.append(PullResult(read.handle, state, reason, is_terminal, detail))
 
     def _drop(self, read: _Read) -> None:
         del self._reads[read.handle]

@@ -18,7 +18,7 @@ import torch
 from pdserve.errors import TransferError
 from pdserve.reasons import TransferReason
 from pdserve.registration import WorkerRef
-from pdserve.transfer.base import Descriptor, Handle, PullResult, PullState, Transport, wait_connected
+from pdserve.transfer.base import Descriptor, Handle, PullResult, PullState, Transport
 from pdserve.transfer.descriptor import check_compatible, check_intact, seal
 from pdserve.transfer.memory import BlockMemory
 from pdserve.transfer.tcp.grants import Grants
@@ -130,10 +130,6 @@ class TcpTransport:
             raise TransferError(reader.failure.reason, str(reader.failure)) from reader.failure
         return reader.is_ready
 
-    def connect(self, descriptor: Descriptor) -> None:
-        """See `Transport.connect`."""
-        wait_connected(self, descriptor)
-
     def pull(
         self, peer: WorkerRef, nonce: str, remote_ids: list[int], local_ids: list[int], deadline_s: float
     ) -> Handle:
@@ -217,10 +213,9 @@ class TcpTransport:
             self._report(read, None)
 
     def _report(self, read: TcpRead, failure: TransferError | None) -> None:
-        num_bytes = len(read.local_ids) * self._memory.block_bytes
         reason = read.given_up or (failure.reason if failure else None)
         state = PullState.FAILED if reason else PullState.DONE
-        self._results.append(PullResult(read.handle, state, reason, True, num_bytes, str(failure or "")))
+        self._results.append(PullResult(read.handle, state, reason, detail=str(failure or "")))
 
 
 def _reachable(host: str) -> str:
