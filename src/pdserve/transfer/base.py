@@ -4,7 +4,7 @@ The interface speaks of block ids, never of addresses. Only readers write, and o
 All methods but `expect` and `forget` (any thread, never block) may block for as long as a copy takes: they belong
 in the transfer thread (`transfer/pulls/puller.py`), never on an event loop or in the engine's step.
 
-Reasons of failures are a closed set: `reasons.TransferReason`.
+Reasons of failures are a closed set: `pdserve.reasons.TransferReason`.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ class Descriptor(msgspec.Struct, frozen=True, kw_only=True):
     """Everything a peer must know to READ this worker's blocks with one backend. Travels in the registration."""
 
     backend: str
-    """nixl | tcp."""
+    """Name of the transport that can READ it: nixl or tcp; a newer peer may announce another."""
     worker_id: str
     generation: str
     num_blocks: int
     block_bytes: int
     kv_signature: str
     payload: bytes
-    """Backend's own: NIXL agent metadata and base address; TCP host, port."""
+    """What its backend alone understands: NIXL agent metadata and base address; TCP host and port."""
     checksum: bytes = b""
     """BLAKE2b-128 over all fields above: checked before anything is handed to native code."""
 
@@ -51,7 +51,7 @@ class PullState(enum.Enum):
 
 
 class PullResult(NamedTuple):
-    """Outcome of one `pull`, reported once by `poll`."""
+    """How one READ ended, reported once by `poll`."""
 
     handle: Handle
     state: PullState

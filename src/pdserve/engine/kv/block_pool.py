@@ -94,7 +94,7 @@ class BlockPool:
         return list(self._holders.get(holder, ()))
 
     def holders(self) -> list[Holder]:
-        """All holders."""
+        """All holders that list at least one block."""
         return list(self._holders)
 
     def take(self, holder: Holder, num_blocks: int) -> list[int]:

@@ -36,7 +36,7 @@ class PrefixCache:
         self._entries: dict[int, tuple[bytes, BlockIdentity]] = {}
 
     def chain_hash(self, identity: BlockIdentity) -> bytes:
-        """The block's address."""
+        """The hash under which a full block is found, 16 bytes."""
         digest = hashlib.blake2b(digest_size=HASH_BYTES, key=self._key)
         digest.update(len(identity.parent).to_bytes(1, "little") + identity.parent)
         digest.update(array.array("q", identity.token_ids).tobytes())

@@ -100,7 +100,7 @@ class Puller:
         self._is_closing = False
 
     def start(self) -> None:
-        """Start the threads."""
+        """Start the transfer threads; requests submitted before wait for it."""
         for thread in self._threads:
             thread.start()
 
