@@ -24,7 +24,7 @@ from pdserve.transfer.descriptor import decode_descriptor
 from pdserve.transfer.nixl.transport import NixlTransport
 from pdserve.transfer.tcp.transport import TcpTransport
 
-sys.path.insert(0, str(Path(__file__).parent))  # stubborn.py
+sys.path.insert(0, str(Path(__file__).parent))  # connecting.py, stubborn.py
 
 SIGNATURE = "model=tiny;kv_dtype=float32;block_size=16"
 BLOCK_BYTES = 64 * 1024

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Any, TextIO
 
 import torch
+from connecting import wait_connected
 
 from pdserve.transfer.base import Descriptor
 from pdserve.transfer.choose import choose_backend
@@ -70,7 +71,7 @@ def give_up_a_read_from_a_frozen_peer(
     blocks = torch.zeros((peer.num_blocks, peer.block_bytes), dtype=torch.uint8)
     transport = NixlTransport()
     own = transport.register(blocks, "d-1", "g1", kv_signature)
-    transport.connect(peer)
+    wait_connected(transport, peer)
     os.kill(peer_pid, signal.SIGSTOP)
     ids = list(range(peer.num_blocks))
     transport.pull(peer.peer, peer_process_nonce, ids, ids, time.monotonic() + 60)

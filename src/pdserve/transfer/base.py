@@ -4,13 +4,12 @@ The interface speaks of block ids, never of addresses. Only readers write, and o
 All methods but `expect` and `forget` (any thread, never block) may block for as long as a copy takes: they belong
 in the transfer thread (`transfer/pulls/puller.py`), never on an event loop or in the engine's step.
 
-Reasons of failures are a closed set: `reasons.TransferReason`.
+Reasons of failures are a closed set: `pdserve.reasons.TransferReason`.
 """
 
 from __future__ import annotations
 
 import enum
-import time
 from typing import NamedTuple, NewType, Protocol
 
 import msgspec
@@ -27,14 +26,14 @@ class Descriptor(msgspec.Struct, frozen=True, kw_only=True):
     """Everything a peer must know to READ this worker's blocks with one backend. Travels in the registration."""
 
     backend: str
-    """nixl | tcp."""
+    """Name of the transport that can READ it: nixl or tcp; a newer peer may announce another."""
     worker_id: str
     generation: str
     num_blocks: int
     block_bytes: int
     kv_signature: str
     payload: bytes
-    """Backend's own: NIXL agent metadata and base address; TCP host, port."""
+    """What its backend alone understands: NIXL agent metadata and base address; TCP host and port."""
     checksum: bytes = b""
     """BLAKE2b-128 over all fields above: checked before anything is handed to native code."""
 
@@ -45,15 +44,14 @@ class Descriptor(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PullState(enum.Enum):
-    """How a READ ends; PENDING has not ended."""
+    """How a READ ended."""
 
-    PENDING = "pending"
     DONE = "done"
     FAILED = "failed"
 
 
 class PullResult(NamedTuple):
-    """Outcome of one `pull`, reported once by `poll`."""
+    """How one READ ended, reported once by `poll`."""
 
     handle: Handle
     state: PullState
@@ -61,7 +59,6 @@ class PullResult(NamedTuple):
     """Why it failed; None: it did not."""
     is_terminal: bool = True
     """Whether the backend can prove that no byte of the local blocks will change any more."""
-    num_bytes: int = 0
     detail: str = ""
     """The backend's own words on a failure, for the log."""
 
@@ -123,10 +120,6 @@ class Transport(Protocol):
         """
         ...
 
-    def connect(self, descriptor: Descriptor) -> None:
-        """`start_connect`, then wait for `is_connected`; raises what they raise. See `wait_connected`."""
-        ...
-
     def pull(
         self, peer: WorkerRef, nonce: str, remote_ids: list[int], local_ids: list[int], deadline_s: float
     ) -> Handle:
@@ -166,13 +159,3 @@ class Transport(Protocol):
     def close(self) -> None:
         """Tear everything down: a fence for all READs of this worker."""
         ...
-
-
-CONNECT_POLL_S = 0.0005
-
-
-def wait_connected(transport: Transport, descriptor: Descriptor) -> None:
-    """Connect and wait; `is_connected` bounds the wait. Raises what `start_connect` and `is_connected` raise."""
-    transport.start_connect(descriptor)
-    while not transport.is_connected(descriptor.peer):
-        time.sleep(CONNECT_POLL_S)

@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 
 class Choice(NamedTuple):
-    """A backend for a pair, and the reason in words."""
+    """A backend for a pair of workers, and the reason in words."""
 
     backend: str
     why: str

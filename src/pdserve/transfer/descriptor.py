@@ -1,7 +1,7 @@
 """Descriptors on their way: sealing, encoding, and checking them before anything reaches native code.
 
 NIXL destroys its entry of a known peer when it is handed truncated metadata, so nothing is handed on that does
-not carry a matching checksum. A checksum is no signature: whoever may write the bus may announce workers.
+not carry a matching checksum. A checksum is no signature: a process that may write the bus may announce workers.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def is_intact(descriptor: Descriptor) -> bool:
 
 
 def encode_descriptor(descriptor: Descriptor) -> bytes:
-    """msgpack, as in `WorkerRegistration.descriptors`."""
+    """The descriptor in msgpack, as `WorkerRegistration.descriptors` carries it."""
     return _encoder.encode(descriptor)
 
 

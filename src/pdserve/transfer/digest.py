@@ -201,14 +201,14 @@ def weight_addresses(block_bytes: int) -> tuple[int, int]:
 
 
 def _weight_parts(num_runs: int) -> tuple[Words, Words]:
-    """Of both rows, odd int64 `[RUN_WORDS + num_runs]`: places in a run, then runs. Always the same arrays."""
+    """Parts of both rows, odd int64 `[RUN_WORDS + num_runs]`: places in a run, then runs. Always the same arrays."""
     with _WEIGHTS_LOCK:  # two threads that ask first would each make some, and one's addresses would dangle
         return _make_weight_parts(num_runs)
 
 
 @cache
 def _make_weight_parts(num_runs: int) -> tuple[Words, Words]:
-    """SplitMix64 (Steele, Lea, Flood)."""
+    """Both rows by SplitMix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number generators", 2014)."""
     position = np.arange(RUN_WORDS + num_runs, dtype=np.uint64)
     return _split_mix(position, seed=0x70647365727665), _split_mix(position, seed=0x6B76626C6F636B)
 

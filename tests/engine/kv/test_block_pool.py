@@ -60,14 +60,6 @@ class Ledger(RuleBasedStateMachine):
     def release(self, holder):
         assert self.pool.release(holder) == self.held.pop(holder, [])
 
-    @rule(holder=holders, num_kept=st.integers(0, 4))
-    def shorten(self, holder, num_kept):
-        if holder in self.held:
-            self.pool.release_tail(holder, num_kept)
-            self.held[holder] = self.held[holder][:num_kept]
-            if not self.held[holder]:
-                del self.held[holder]
-
     @rule(target=holders, holder=holders)
     def lease(self, holder):
         target = Holder(BlockState.LEASED, f"lease of {holder.name}")
@@ -104,12 +96,6 @@ class Ledger(RuleBasedStateMachine):
             return multiple()
         self.held[holder] = blocks
         return holder
-
-    @rule()
-    def drop(self):
-        self.pool.drop_cached()
-        self.evicted.clear()
-        self.cached.clear()
 
     @invariant()
     def blocks_are_used_for_the_first_time_in_ascending_order(self):

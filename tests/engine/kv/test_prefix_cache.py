@@ -66,15 +66,20 @@ def test_content_stays_findable_after_release_until_its_blocks_are_needed(tables
 
 
 def test_equal_content_computed_twice_is_kept_once(tables):
-    for _ in range(2):
-        _compute(tables, make_sequence(list(range(8))))
-    assert len(tables.prefix_cache) == 2
+    twins = [make_sequence(list(range(8))) for _ in range(2)]
+    for sequence in twins:
+        _compute(tables, sequence)
+    for sequence in twins:
+        tables.give_back(sequence)
+    assert tables.pool.report().by_state["cached"] == 2
     tables.pool.check_integrity()
 
 
 def test_unproven_content_is_never_remembered(tables):
-    _compute(tables, make_sequence(list(range(8)), is_cacheable=False))
-    assert len(tables.prefix_cache) == 0
+    sequence = make_sequence(list(range(8)), is_cacheable=False)
+    _compute(tables, sequence)
+    tables.give_back(sequence)
+    assert tables.pool.report().by_state["cached"] == 0
 
 
 def test_hits_are_pinned_before_fresh_blocks_are_taken(tables):

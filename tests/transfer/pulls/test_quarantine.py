@@ -152,10 +152,10 @@ def test_failure_marks_fade():
     failures.note_failure(a, "timeout")
     failures.note_failure(b, "aborted")
     failures.note_failure(b, "geometry")
-    assert {peer: (mark.num_failures, mark.reason) for peer, mark in failures.marks().items()} == {a: (2, "timeout")}
+    assert failures.peers() == {a}
     assert failures.num_in_a_row == 2
     now_s[0] = 10.0
-    assert failures.marks() == {}
+    assert failures.peers() == frozenset()
     failures.note_success(b)
     assert failures.num_in_a_row == 0
 

@@ -35,7 +35,7 @@ def test_both_threads_quarantine_their_reads_and_only_the_first_agent_is_announc
     outcome = ends.get(timeout=5)
     assert (outcome.reason, outcome.is_terminal) == ("aborted", False)
     assert terminals.get(timeout=5) == outcome
-    assert (puller.num_recreated, puller.num_quarantined_blocks) == (2, 0)
+    assert (transport.num_recreated, transport.other.num_recreated) == (1, 1)
     assert [announced.worker_id for announced in descriptors] == ["new-1"]
     puller.close()
     assert (ends.qsize(), terminals.qsize()) == (0, 0)

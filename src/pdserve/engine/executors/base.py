@@ -26,7 +26,7 @@ class KvCacheSpec:
 
     @property
     def block_shape(self) -> tuple[int, int, int, int, int]:
-        """`(num_layers, 2, block_size, num_kv_heads, head_dim)`."""
+        """Shape of one block: `(num_layers, 2, block_size, num_kv_heads, head_dim)`."""
         return (self.num_layers, 2, self.block_size, self.num_kv_heads, self.head_dim)
 
     @property
@@ -57,7 +57,7 @@ class SequenceSlice:
 
 
 class Executor(Protocol):
-    """Runs the model.
+    """What the engine asks of a model that runs on one device.
 
     Guarantees: `run` writes the KV of every slice before it returns, and returns only when the device is
     done (the caller may offer the blocks to a peer at once). It raises on device errors, leaving other
@@ -65,7 +65,7 @@ class Executor(Protocol):
     """
 
     name: str
-    """transformers | cpu | cuda | triton-interpreter | fake."""
+    """One of transformers, cpu, cuda, triton-interpreter and fake."""
     device: torch.device
     """Where the KV cache lies."""
     is_deterministic: bool
@@ -76,12 +76,12 @@ class Executor(Protocol):
 
     @property
     def reserved_bytes(self) -> int:
-        """Device memory that steps will take, and that the KV cache must leave free; 0 where it is negligible."""
+        """Bytes of device memory that steps take and the KV cache must leave free; 0 where they are negligible."""
         ...
 
     @property
     def kv_cache(self) -> torch.Tensor:
-        """`[num_blocks, *kv_spec.block_shape]`, allocated by `allocate_kv_cache`."""
+        """The tensor `[num_blocks, *kv_spec.block_shape]` that `allocate_kv_cache` made."""
         ...
 
     def allocate_kv_cache(self, num_blocks: int) -> torch.Tensor:
@@ -89,7 +89,7 @@ class Executor(Protocol):
         ...
 
     def run(self, batch: list[SequenceSlice]) -> torch.Tensor:
-        """One step.
+        """Run one step of the model.
 
         Args:
             batch: slices with at least one token each; at most one per sequence.

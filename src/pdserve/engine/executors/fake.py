@@ -40,15 +40,15 @@ class FakeOptions:
     burst: int = 1
     """Decode steps that come at once, after `burst * itl_s`."""
     start_s: float = 0.0
-    """Duration of loading."""
+    """How long loading takes."""
     mode: str = "hash"
-    """hash | echo | script."""
+    """One of hash, echo and script."""
     script: Script | None = None
-    """By request id (`*`: any other), or a list from which the prompt's checksum picks."""
+    """Token ids by request id (`*`: any other), or a list of them from which the prompt's checksum picks."""
 
     @classmethod
     def read(cls, *, ttft_s: float, itl_s: float, burst: int, start_s: float, script: str) -> FakeOptions:
-        """From the FAKE_ settings; `script` is `hash`, `echo`, or the path of a JSON file.
+        """Read the FAKE_ settings; `script` is `hash`, `echo`, or the path of a JSON file.
 
         Raises:
             SettingError: no such script.

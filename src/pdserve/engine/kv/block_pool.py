@@ -94,7 +94,7 @@ class BlockPool:
         return list(self._holders.get(holder, ()))
 
     def holders(self) -> list[Holder]:
-        """All holders."""
+        """All holders that list at least one block."""
         return list(self._holders)
 
     def take(self, holder: Holder, num_blocks: int) -> list[int]:
@@ -126,17 +126,6 @@ class BlockPool:
             self._unref(block_id)
         return block_ids
 
-    def release_tail(self, holder: Holder, num_kept: int) -> list[int]:
-        """Shorten a holder's list to its first `num_kept` blocks; returns the others."""
-        block_ids = self._holders[holder]
-        dropped = block_ids[num_kept:]
-        del block_ids[num_kept:]
-        for block_id in reversed(dropped):
-            self._unref(block_id)
-        if not block_ids:
-            del self._holders[holder]
-        return dropped
-
     def move(self, source: Holder, target: Holder) -> None:
         """Change what a holder's blocks are held for (owned → leased, receiving → owned, receiving → quarantined)."""
         block_ids = self._holders.pop(source, None)
@@ -147,14 +136,6 @@ class BlockPool:
         """The prefix cache can now find this block (which some holder holds)."""
         assert self._ref_counts[block_id] > 0, f"block {block_id} is not held"
         self._hashed.add(block_id)
-
-    def drop_cached(self) -> None:
-        """Forget all cached content; blocks in use stay with their holders."""
-        for block_id in self._hashed:
-            self._on_evict(block_id)
-        self._hashed.clear()
-        self._free.update(self._cached)
-        self._cached.clear()
 
     def report(self) -> LedgerReport:
         """Count blocks by state, and by request and state."""

@@ -35,11 +35,8 @@ class PrefixCache:
         self._block_of: dict[bytes, int] = {}
         self._entries: dict[int, tuple[bytes, BlockIdentity]] = {}
 
-    def __len__(self) -> int:
-        return len(self._block_of)
-
     def chain_hash(self, identity: BlockIdentity) -> bytes:
-        """The block's address."""
+        """The hash under which a full block is found, 16 bytes."""
         digest = hashlib.blake2b(digest_size=HASH_BYTES, key=self._key)
         digest.update(len(identity.parent).to_bytes(1, "little") + identity.parent)
         digest.update(array.array("q", identity.token_ids).tobytes())

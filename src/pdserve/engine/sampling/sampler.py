@@ -1,7 +1,7 @@
-"""From logits to tokens, for the whole batch at once. Keeps no state; never sees a model or a block.
+"""Samples the next token of every sequence of a batch at once. Keeps no state; never sees a model or a block.
 
 A token is the inverse of its row's cumulative distribution at one uniform number, which depends on (seed,
-choice, output index) alone: whoever shares the batch, and wherever the sequence continues, the draw is the
+choice, output index) alone: whatever shares the batch, and wherever the sequence continues, the draw is the
 same. Greedy rows take the largest logit, the lowest id among equals. Log-probabilities are the model's own,
 before penalties and temperature.
 """
@@ -24,7 +24,7 @@ MIN_LOGPROB = -9999.0
 
 
 class SampledToken(NamedTuple):
-    """One row's result."""
+    """What was drawn for one row of the batch."""
 
     token_id: int
     logprobs: TokenLogprobs | None
@@ -77,7 +77,7 @@ def _draw(logits: Tensor, sequences: list[Sequence]) -> Tensor:
 
 
 def _logprobs(logits: Tensor, sequences: list[Sequence], tokens: Tensor) -> dict[int, TokenLogprobs]:
-    """Row → log-probabilities, for rows that asked for them."""
+    """Log-probabilities by row, for rows that asked for them."""
     wanted = {row: s.sampling.logprobs for row, s in enumerate(sequences) if s.sampling.logprobs is not None}
     if not wanted:
         return {}

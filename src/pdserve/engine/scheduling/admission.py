@@ -1,6 +1,6 @@
 """Whether one more hand-off may join the decoding sequences: only while their step stays within its target.
 
-A refused one is told at once (its gateway tries another worker, or again later). Nobody is refused for ever: a
+A refused hand-off is told at once (its gateway tries another worker, or again later). None is refused for ever: a
 sequence alone is always admitted, and so is one that was first refused long enough ago.
 """
 
@@ -28,7 +28,7 @@ class HandOffGate:
     """Guards the step time of one decode worker; touched by the engine's thread.
 
     Args:
-        targets: its target.
+        targets: how long its steps may take.
         max_wait_s: after this long a refused hand-off is admitted, whatever the step time.
     """
 
@@ -36,15 +36,15 @@ class HandOffGate:
         self._step_targets = targets
         self._max_wait_s = max_wait_s
         self._refused_s: dict[SequenceKey, float] = {}
-        """When a sequence that is not here was refused for the first time."""
+        """When a sequence that was refused, and has not come back since, was refused first."""
 
     def check(self, sequence: Sequence, decode_batch: StepWork, time: DecodeTime | None, now_s: float) -> None:
         """Let a hand-off pass, or remember that it was refused.
 
         Args:
-            sequence: the newcomer.
+            sequence: the one to be handed off.
             decode_batch: the step without it.
-            time: of a decode step, as measured; None: everybody passes.
+            time: duration of a decode step, as measured; None while it is unknown: every hand-off passes.
             now_s: monotonic.
 
         Raises:

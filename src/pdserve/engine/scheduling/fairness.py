@@ -1,4 +1,4 @@
-"""The scheduler's decisions as pure functions: who comes first, who has a right to half, who gives way.
+"""The scheduler's decisions as pure functions: which sequence comes first, has a right to half, or gives way.
 
 Nothing here sees a block, a queue or a clock; `scheduler.py` asks and acts.
 """
@@ -16,9 +16,9 @@ def has_aged(sequence: Sequence, now_s: float, max_wait_s: float) -> bool:
 
 
 def guaranteed_prompt(sequences: list[Sequence], now_s: float, max_wait_s: float) -> Sequence:
-    """The one with a right to half of every step: the oldest aged one, else by priority, preempted, arrival.
+    """The sequence with a right to half of every step: the oldest aged one, else by priority, preempted, arrival.
 
-    Whoever waits becomes it, when all that came before are done: nobody starves, whatever shorter ones arrive.
+    Each one that waits becomes it when all that came before are done, so none starves, whatever shorter ones arrive.
     """
 
     def rank(sequence: Sequence) -> tuple[bool, int, bool, float]:
@@ -61,7 +61,7 @@ def choose_victim(
 
     Args:
         candidates: in protection order.
-        last_victim: preempted the time before; taken again only when `may_repeat` and nobody else yields.
+        last_victim: preempted the time before; taken again only when `may_repeat` and no other yields a block.
         num_yielded: blocks that a sequence's preemption would make available now; without any it is no victim.
         may_repeat: the one in need is the oldest, whose progress must not wait.
     """

@@ -64,7 +64,7 @@ def fit_nonnegative(rows: Sequence[Row], measured: Sequence[float]) -> LinearFit
 
 
 def fit_robustly(rows: Sequence[Row], measured: Sequence[float]) -> LinearFit:
-    """As `fit_nonnegative`, once more without the measurements that were far off. Errors are those of the rest."""
+    """Like `fit_nonnegative`, but once more without the measurements that were far off. Errors of the rest."""
     fit = fit_nonnegative(rows, measured)
     spread = sorted(abs(error) for error in fit.errors)[len(fit.errors) // 2]
     kept = [index for index, error in enumerate(fit.errors) if abs(error) <= max(3 * spread, 0.1)]

@@ -3,7 +3,7 @@
 One step, in order: (1) every running sequence that decodes gets its one token; one that lacks a block lets a
 worse-ranked sequence be preempted, or sits this step out. (2) What is left of the token budget is shared among
 prompts, those being computed and those waiting alike; a waiting one is admitted when all blocks of its tokens
-are taken. One that does not fit is passed over, until it has aged: then nobody overtakes it.
+are taken. One that does not fit is passed over, until it has aged: then no other overtakes it.
 
 The budget is tokens, and seconds where step times are known (`step_targets.py`). Prompts are served by least remaining
 time, so that short ones do not wait for long ones; half of each step belongs to the *guaranteed* prompt, so that long
@@ -36,7 +36,7 @@ from pdserve.reasons import SequenceState
 
 NO_TARGETS, UNKNOWN_TIME = StepTargets(), StepTime()
 UNIT_TIME = PromptTime(0.0, 1.0, 0.0)
-"""Remaining time counted in tokens, as long as their duration is not known."""
+"""Counts remaining time in tokens, as long as their duration is not known."""
 
 
 @dataclass(slots=True)
@@ -44,7 +44,7 @@ class Schedule:
     """One step's work; each sequence's share is its `num_scheduled_tokens`."""
 
     sequences: list[Sequence] = field(default_factory=list)
-    """Decoding ones first."""
+    """Sequences with a part in the step, decoding ones first."""
     started: list[Sequence] = field(default_factory=list)
     """Admitted for the first time."""
     preempted: list[Sequence] = field(default_factory=list)
@@ -64,7 +64,7 @@ class Scheduler:
         tables: gives and takes blocks.
         max_num_seqs: sequences that run at once, and decode in one step.
         max_num_batched_tokens: token budget of a step; at least `max_num_seqs`.
-        max_wait_s: age after which a sequence goes first and is overtaken by nobody.
+        max_wait_s: age after which a sequence goes first and no other overtakes it.
         watermark_blocks: blocks that an admission leaves for the growth of running sequences.
         targets: how long a step may take.
     """
@@ -96,7 +96,7 @@ class Scheduler:
         """In the order of admission."""
         self._last_victim: Sequence | None = None
         self._sat_out: Sequence | None = None
-        """Long prompt that had no part in the last step."""
+        """The guaranteed prompt, if it had no part in the last step."""
         self._in_flight: set[bytes] = set()
         """Chain hashes of blocks that running sequences are about to compute; of the current step."""
 
@@ -142,7 +142,7 @@ class Scheduler:
         for sequence in self.running:
             sequence.num_scheduled_tokens = 0
         self._schedule_decodes(plan)
-        # Under pressure nobody is admitted: the blocks belong to those that run already.
+        # Under pressure no sequence is admitted: the blocks belong to those that run already.
         is_under_pressure = bool(plan.preempted) or plan.num_stalled > 0
         self._schedule_prefills(plan, now_s, time, may_admit=not is_under_pressure)
         return plan
@@ -208,7 +208,7 @@ class Scheduler:
     def _admit_and_share(
         self, candidates: list[Sequence], budget: StepBudget, time: PromptTime, plan: Schedule, now_s: float
     ) -> tuple[Sequence | None, list[tuple[Sequence, int]]]:
-        """Share the budget, admit who got some; who does not fit drops out, and its share is given away again.
+        """Share the budget and admit those with a share; the share of one that does not fit is given away again.
 
         Returns:
             The prompt that sits out, if one does; tokens of each prompt in the step.
@@ -226,7 +226,11 @@ class Scheduler:
     def _divide(
         self, candidates: list[Sequence], budget: StepBudget, time: PromptTime, guaranteed: Sequence
     ) -> tuple[list[Sequence], bool, list[int]]:
-        """The candidates, first served first; whether the guaranteed prompt sits out; tokens of each."""
+        """Share a step among candidates.
+
+        Returns:
+            The candidates, first served first; whether the guaranteed prompt sits out; tokens of each.
+        """
         wanted = {id(sequence): self._num_uncached(sequence) for sequence in candidates}
         chunks = {id(s): (s.num_tokens - wanted[id(s)], wanted[id(s)]) for s in candidates}
         order = prefill_order(candidates, lambda sequence: time.seconds(*chunks[id(sequence)]))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pdserve.engine.scheduling.step_time import PromptTime
 
 _MIN_CHUNK_TOKENS = 16
-"""The guaranteed prompt's chunk is never cut below this: each has a price of its own."""
+"""The guaranteed prompt's chunk is never cut below this, because each chunk has a price of its own."""
 _NO_TIME = PromptTime(0.0, 0.0, 0.0)
 
 
@@ -27,11 +27,11 @@ class StepBudget:
 
     @property
     def is_timed(self) -> bool:
-        """Whether seconds count."""
+        """Whether seconds count, and not tokens alone."""
         return self.seconds < math.inf
 
     def half(self) -> StepBudget:
-        """Half of it, for someone else to spend."""
+        """A budget of half as much, which is spent apart from this one."""
         return StepBudget(max(1, self.num_tokens // 2) if self.num_tokens else 0, self.seconds / 2, self.time)
 
     def spend(self, start: int, num_wanted: int, *, at_least: int = 0) -> int:
@@ -43,20 +43,20 @@ class StepBudget:
         return num_tokens
 
     def charge(self, start: int, num_tokens: int) -> None:
-        """Take off what was spent elsewhere."""
+        """Take off tokens, from position `start` on, that were spent elsewhere."""
         self.num_tokens -= num_tokens
         self.seconds -= self.time.seconds(start, num_tokens)
 
 
 def share_budget(prompts: list[tuple[int, int]], budget: StepBudget, guaranteed: int) -> list[int]:
-    """Divide a step among prompts. The guaranteed one has half for itself, so that it always advances.
+    """Divide a step among prompts. The guaranteed prompt has half for itself, so that it always advances.
 
     The rest goes to the first ones that can use it, the guaranteed prompt in its place among them.
 
     Args:
         prompts: (position of the next token, uncomputed tokens) of each; those to serve first come first.
         budget: what there is; spent here.
-        guaranteed: index of the one with a right to half.
+        guaranteed: index of the prompt with a right to half.
 
     Returns:
         Tokens granted to each.
@@ -79,7 +79,7 @@ def share_or_sit_out(prompts: list[tuple[int, int]], budget: StepBudget, guarant
     Both in one step would let those others wait for its chunk. Without it their step is at most half as long.
 
     Returns:
-        Whether the guaranteed sits out; tokens granted to each.
+        Whether the guaranteed prompt sits out; tokens granted to each.
     """
     grants = share_budget(prompts, dataclasses.replace(budget), guaranteed)
     if not budget.is_timed or grants[guaranteed] == prompts[guaranteed][1]:

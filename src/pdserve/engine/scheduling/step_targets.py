@@ -1,4 +1,4 @@
-"""How much a step may hold so that nobody waits too long for its end: pure rules over the measured step time.
+"""How much a step may hold so that no sequence waits too long for its end: pure rules over the measured step time.
 
 Prefill: a step of prompts takes about `prompt_step_s`, because a short prompt that arrives waits for its end.
 Decode: a step takes at most `tpot_s`, the target for the time per output token: prompt chunks beside decoding
@@ -18,25 +18,25 @@ from pdserve.engine.scheduling.step_time import DecodeTime, StepTime, StepWork
 _EFFICIENT_TOKENS = 128
 """Rows from which matrix products run at full speed on a CPU: a step of prompts may always hold so many."""
 _MIN_PROMPT_SHARE = 0.5
-"""Of the decode time, for prompts beside decoding sequences that exceed their target already: prompts never stop."""
+"""Share of the decode time that prompts get beside sequences that exceed their target already: they never stop."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepTargets:
-    """Aims of a role; None: none."""
+    """How long the steps of a role may take; None: as long as they take."""
 
     prompt_step_s: float | None = None
-    """Duration of a step that computes prompts."""
+    """Target for the duration of a step that computes prompts."""
     tpot_s: float | None = None
-    """Duration of a step in which somebody does."""
+    """Target for the duration of a step in which sequences decode."""
 
 
 def prompt_budget(targets: StepTargets, time: StepTime, decodes: StepWork, num_tokens: int) -> StepBudget:
     """What the prompts of a step may use.
 
     Args:
-        targets: the role's aims.
-        time: as measured.
+        targets: those of the role.
+        time: durations as measured.
         decodes: the step's decoding sequences.
         num_tokens: tokens that the step has left.
     """
@@ -58,7 +58,7 @@ def num_admissible(
 ) -> float:
     """How many more sequences of this context length can decode in a step within the target; a fraction, or infinite.
 
-    At least one when nobody decodes yet, and without limit where even one alone exceeds the target.
+    At least one when none decodes yet, and without limit where even one alone exceeds the target.
     """
     if targets.tpot_s is None or time is None or time.seconds(1, int(num_context_tokens)) > targets.tpot_s:
         return math.inf

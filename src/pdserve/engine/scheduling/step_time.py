@@ -4,7 +4,7 @@
                        + token · P + pair · A                P prompt tokens, A pairs of prompt token and attended token
 
 Told about steps by the engine's thread; `fit` is one immutable value that any thread may read. It knows nothing
-before it has enough steps, and nothing when they contradict each other: who asks then does as without a model.
+before it has enough steps, and nothing when they contradict each other: then the scheduler does as without a model.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ logger = get_logger(__name__)
 _WINDOW = 64
 """Steps that count: a few seconds, so that a neighbour on the same cores is noticed soon."""
 _MIN_STEPS = 3
-"""As many as a warm-up gives."""
+"""Steps before the first fit: as many as a warm-up gives."""
 _STEPS_PER_COLUMN = 8
 """The first steps tell overhead (of prompts: the rate) alone: a term that few noisy steps suggest may be absurd, and
 would be multiplied by numbers far beyond those seen."""
 _STEPS_PER_FIT = 16
 """A fit takes about half a millisecond: even of short steps a small share."""
 _MAX_ERROR = 0.35
-"""Relative, root mean square; beyond it the steps contradict each other and the fit is rejected."""
+"""Relative root mean square error; beyond it the steps contradict each other and the fit is rejected."""
 _MIN_KEPT_RATIO = 0.6
-"""Of the steps must agree with the fit; the others may have been disturbed."""
+"""Share of the steps that must agree with the fit; the others may have been disturbed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +38,11 @@ class StepWork:
     """What a step computes, or would compute."""
 
     num_sequences: int = 0
-    """That decode one token."""
+    """Sequences that decode one token."""
     num_context_tokens: int = 0
-    """Whose KV they read."""
+    """Tokens whose KV the decoding sequences read."""
     num_prompt_tokens: int = 0
-    """Of all chunks."""
+    """Tokens of all prompt chunks."""
     num_prompt_pairs: float = 0.0
     """Sum over prompt tokens of the tokens that each attends to."""
 
@@ -54,10 +54,10 @@ class DecodeTime:
     overhead_s: float
     sequence_s: float
     context_s: float
-    """Per token of context."""
+    """Seconds per token of context."""
 
     def seconds(self, num_sequences: int, num_context_tokens: int) -> float:
-        """Of one step."""
+        """Duration of one step."""
         return self.overhead_s + self.sequence_s * num_sequences + self.context_s * num_context_tokens
 
 
@@ -66,12 +66,12 @@ class PromptTime:
     """Seconds of prompt chunks."""
 
     overhead_s: float
-    """Of a step, whatever its chunks."""
+    """Seconds that a step takes whatever its chunks."""
     token_s: float
     pair_s: float
 
     def seconds(self, start: int, num_tokens: int) -> float:
-        """Of one chunk at positions [start, start + num_tokens), without the step's overhead."""
+        """Duration of one chunk at positions [start, start + num_tokens), without the step's overhead."""
         return self.token_s * num_tokens + self.pair_s * num_pairs(start, num_tokens)
 
     def num_tokens_within(self, start: int, seconds: float) -> float:
@@ -91,7 +91,7 @@ def num_pairs(start: int, num_tokens: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """What is known; None: nothing."""
+    """What is known about the duration of steps; None: nothing."""
 
     decode: DecodeTime | None = None
     prompt: PromptTime | None = None
@@ -143,7 +143,7 @@ class StepTimeModel:
         return None if fit is None else DecodeTime(*_padded(fit))
 
     def _fit_prompt(self, decode: DecodeTime | None) -> PromptTime | None:
-        """On what is left when the decoding sequences of mixed steps are taken off; the overhead stays."""
+        """Fit what is left of mixed steps without the time of their decoding sequences; the overhead stays."""
         rows: list[Row] = []
         measured = []
         for work, duration_s in self._prompt.measured:

@@ -90,7 +90,7 @@ class NixlAgent:
             raise TransferError(TransferReason.LOOKUP, f"NIXL cannot register {memory} memory: {failure}")
 
     def metadata(self) -> bytes:
-        """For peers: how to reach this agent and its registered memory."""
+        """What peers need to reach this agent and its registered memory."""
         metadata: bytes = self._agent.get_agent_metadata()
         return metadata
 

@@ -14,7 +14,7 @@ _PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
 
 
 class _Piece(ctypes.Structure):
-    """`struct iovec`."""
+    """C's `struct iovec`: one piece of memory."""
 
     _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
 

@@ -12,15 +12,15 @@ from pdserve.transfer.base import Descriptor
 
 
 class NixlPayload(msgspec.Struct, frozen=True, kw_only=True):
-    """`Descriptor.payload` of backend nixl."""
+    """What `Descriptor.payload` carries for backend nixl."""
 
     agent_name: str
     metadata: bytes
     """Opaque to all but NIXL."""
     base_address: int
-    """Of block 0."""
+    """Where block 0 begins in the worker's memory."""
     memory: str
-    """DRAM | VRAM."""
+    """NIXL's word for where the blocks lie: DRAM or VRAM."""
     device_id: int
     pid: int
     token_address: int
@@ -36,7 +36,7 @@ _decoder = msgspec.msgpack.Decoder(NixlPayload)
 
 
 def encode_payload(payload: NixlPayload) -> bytes:
-    """For `Descriptor.payload`."""
+    """The bytes that go into `Descriptor.payload`."""
     return msgspec.msgpack.encode(payload)
 
 

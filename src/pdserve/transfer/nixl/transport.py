@@ -20,7 +20,7 @@ import torch
 from pdserve.errors import TransferError
 from pdserve.reasons import TransferReason
 from pdserve.registration import WorkerRef
-from pdserve.transfer.base import Descriptor, Handle, PullResult, PullState, Transport, wait_connected
+from pdserve.transfer.base import Descriptor, Handle, PullResult, PullState, Transport
 from pdserve.transfer.descriptor import check_compatible, check_intact, seal
 from pdserve.transfer.memory import bytes_view
 from pdserve.transfer.nixl.agent import NativeRead, NixlAgent, prepare_environment
@@ -34,14 +34,13 @@ class _Read:
     handle: Handle
     native: NativeRead
     peer: NixlPeer
-    num_bytes: int
     deadline_s: float
     given_up: TransferReason | None = None
-    """Why nobody waits for it any more; it is watched until it ended all the same."""
+    """Why it was given up; it is watched until it ended all the same."""
 
 
 class NixlTransport:
-    """See `Transport`.
+    """A `Transport` over one NIXL agent.
 
     Args:
         host: address that peers reach this worker at; on a loopback address UCX is kept off other interfaces.
@@ -79,7 +78,7 @@ class NixlTransport:
         self._results: list[PullResult] = []
 
     def register(self, kv_cache: torch.Tensor, worker_id: str, generation: str, kv_signature: str) -> Descriptor:
-        """See `Transport.register`."""
+        """Create the agent, with the block pool registered."""
         assert self._peers is None, "register is called once"
         allow_readers()
         self._kv_cache = bytes_view(kv_cache)
@@ -87,7 +86,7 @@ class NixlTransport:
         return self._build()
 
     def another_reader(self) -> Transport | None:
-        """See `Transport.another_reader`: it has an agent of its own. Device memory is copied by devices."""
+        """A transport with an agent of its own; None for device memory, which devices copy."""
         if self._kv_cache.device.type != "cpu":
             return None
         reader = NixlTransport(
@@ -101,13 +100,13 @@ class NixlTransport:
         return reader
 
     def expect(self, nonce: str, block_ids: list[int]) -> None:
-        """Nothing to do: whoever holds the descriptor may READ every block."""
+        """Nothing to do: a peer that holds the descriptor may READ every block."""
 
     def forget(self, nonce: str) -> None:
-        """Nothing to do."""
+        """Nothing to do: READs over NIXL know no nonce."""
 
     def start_connect(self, descriptor: Descriptor) -> None:
-        """See `Transport.start_connect`. A wire-up READ that is still unanswered is waited for once more."""
+        """Load the peer and post its wire-up READ; one that is still unanswered is waited for once more."""
         peers = self._live
         if peers.is_known(descriptor):
             return
@@ -119,17 +118,13 @@ class NixlTransport:
         peers.add(descriptor, payload)
 
     def is_connected(self, peer: WorkerRef) -> bool:
-        """See `Transport.is_connected`."""
+        """Whether the wire-up READ has come back from this peer."""
         return self._live.find_usable(peer) is not None
-
-    def connect(self, descriptor: Descriptor) -> None:
-        """See `Transport.connect`."""
-        wait_connected(self, descriptor)
 
     def pull(
         self, peer: WorkerRef, nonce: str, remote_ids: list[int], local_ids: list[int], deadline_s: float
     ) -> Handle:
-        """See `Transport.pull`."""
+        """Post one READ; over shared memory it is mostly done when this returns."""
         assert len(remote_ids) == len(local_ids) > 0, (remote_ids, local_ids)
         peers = self._live
         known = peers.find_usable(peer)
@@ -146,17 +141,17 @@ class NixlTransport:
                 TransferReason.CONNECT, f"the connection to {peer} is broken ({error}); connect again"
             )
             raise
-        handle, num_bytes = Handle(next(self._handles)), len(local_ids) * self._own.block_bytes
+        handle = Handle(next(self._handles))
         if has_ended:
             peers.agent.release(native)
-            self._results.append(PullResult(handle, PullState.DONE, num_bytes=num_bytes))
+            self._results.append(PullResult(handle, PullState.DONE))
         else:
-            self._reads[handle] = _Read(handle, native, known, num_bytes, deadline_s)
+            self._reads[handle] = _Read(handle, native, known, deadline_s)
             known.num_reads += 1
         return handle
 
     def poll(self) -> list[PullResult]:
-        """See `Transport.poll`."""
+        """Ask NIXL for the state of every READ that has not ended."""
         for read in list(self._reads.values()):
             self._watch(read)
         if self._peers is not None:
@@ -166,7 +161,7 @@ class NixlTransport:
         return results
 
     def abort(self, handle: Handle) -> bool:
-        """See `Transport.abort`."""
+        """Give a READ up; NIXL cannot stop it, so it is terminal only if it has ended."""
         read = self._reads.get(handle)
         if read is None:
             self._results[:] = [result for result in self._results if result.handle != handle]
@@ -179,7 +174,7 @@ class NixlTransport:
         return False
 
     def disconnect(self, peer: WorkerRef) -> None:
-        """See `Transport.disconnect`. NIXL forgets the peer when its last READ has ended."""
+        """Drop a peer; NIXL forgets it when its last READ has ended."""
         known = self._peers.leave(peer) if self._peers is not None else None
         if known is None:
             return
@@ -188,7 +183,7 @@ class NixlTransport:
                 self._give_up(read, TransferReason.DISCONNECTED)
 
     def recreate(self) -> Descriptor:
-        """See `Transport.recreate`: the agent gets a new name, and the descriptor with it."""
+        """Destroy the agent and build another; it gets a new name, and the descriptor with it."""
         self.close()
         self._peers = None
         self._reads.clear()
@@ -196,12 +191,12 @@ class NixlTransport:
         return self._build()
 
     def serve(self) -> None:
-        """See `Transport.serve`."""
+        """Let NIXL answer peers' wire-ups and emulated READs."""
         if self._peers is not None:
             self._peers.agent.make_progress()
 
     def close(self) -> None:
-        """See `Transport.close`."""
+        """Destroy the agent, which ends every READ of it."""
         if self._peers is not None:
             self._peers.agent.destroy()
 
@@ -214,7 +209,7 @@ class NixlTransport:
         return self._peers
 
     def _build(self) -> Descriptor:
-        """A new agent without peers and READs."""
+        """Create an agent without peers and READs, and the descriptor that announces it."""
         worker_id, generation, kv_signature = self._identity
         agent = NixlAgent(f"{worker_id}:{generation}:{secrets.token_hex(4)}", progress_thread=self._progress_thread)
         num_blocks, block_bytes = self._kv_cache.shape
@@ -286,7 +281,7 @@ class NixlTransport:
         is_terminal: bool = True,
         detail: str = "",
     ) -> None:
-        self._results.append(PullResult(read.handle, state, reason, is_terminal, read.num_bytes, detail))
+        self._results.append(PullResult(read.handle, state, reason, is_terminal, detail))
 
     def _drop(self, read: _Read) -> None:
         del self._reads[read.handle]

@@ -38,7 +38,6 @@ class FencedTransport:
         clock: Callable[[], float],
     ) -> None:
         self.transport, self.quarantine = transport, quarantine
-        self.num_recreated = 0
         self.is_broken = False
         """Whether the last agent could not be recreated: no READ can be posted any more."""
         self._drain_s, self._on_descriptor, self._clock = drain_s, on_descriptor, clock
@@ -87,7 +86,6 @@ class FencedTransport:
         except TransferError:
             self.is_broken = True
             _log.exception("the %s agent was destroyed, but a new one does not start; its transfers will fail", name)
-        self.num_recreated += 1
         self._draining_since_s = None
         for pull in pulls:
             pull.waiting.extendleft(pull.in_flight.values())

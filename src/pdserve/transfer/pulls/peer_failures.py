@@ -1,10 +1,9 @@
-"""Which peers' transfers failed lately: for /metrics, /ready and routing. A mark fades and never blocks a transfer."""
+"""Which peers' transfers failed lately, for /ready. A mark fades, and it never blocks a transfer."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from pdserve.reasons import TransferReason
 from pdserve.registration import WorkerRef
@@ -18,17 +17,7 @@ _PEER_REASONS = frozenset(TransferReason) - {
 }
 """Failures that say something about the way to a peer."""
 FAILURE_TTL_S = 10.0
-"""How long a worker shows a peer's failure mark."""
-
-
-@dataclass(frozen=True, slots=True)
-class FailureMark:
-    """A peer's failures since its last success."""
-
-    num_failures: int
-    reason: TransferReason
-    """Why the last transfer failed."""
-    at_s: float
+"""How long a failure counts against its peer."""
 
 
 class PeerFailures:
@@ -37,14 +26,14 @@ class PeerFailures:
     def __init__(self, ttl_s: float, clock: Callable[[], float]) -> None:
         self._ttl_s, self._clock = ttl_s, clock
         self._lock = threading.Lock()
-        self._marks: dict[WorkerRef, FailureMark] = {}
+        self._failed_at_s: dict[WorkerRef, float] = {}
         self.num_in_a_row = 0
         """Failures since the last success with any peer: a worker with many of them is not ready."""
 
     def note_success(self, peer: WorkerRef) -> None:
         """A transfer from this peer worked."""
         with self._lock:
-            self._marks.pop(peer, None)
+            self._failed_at_s.pop(peer, None)
             self.num_in_a_row = 0
 
     def note_failure(self, peer: WorkerRef, reason: TransferReason) -> None:
@@ -53,17 +42,15 @@ class PeerFailures:
             return
         with self._lock:
             self._forget_old()
-            before = self._marks.get(peer)
-            num_failures = before.num_failures + 1 if before else 1
-            self._marks[peer] = FailureMark(num_failures, reason, self._clock())
+            self._failed_at_s[peer] = self._clock()
             self.num_in_a_row += 1
 
-    def marks(self) -> dict[WorkerRef, FailureMark]:
+    def peers(self) -> frozenset[WorkerRef]:
         """Peers whose last transfer failed within the TTL."""
         with self._lock:
             self._forget_old()
-            return dict(self._marks)
+            return frozenset(self._failed_at_s)
 
     def _forget_old(self) -> None:
         oldest_s = self._clock() - self._ttl_s
-        self._marks = {peer: mark for peer, mark in self._marks.items() if mark.at_s > oldest_s}
+        self._failed_at_s = {peer: at_s for peer, at_s in self._failed_at_s.items() if at_s > oldest_s}

@@ -1,4 +1,4 @@
-"""One request to fetch blocks from a peer, its outcome, and how far it is. Data only: `puller.py` moves it on."""
+"""A request to fetch blocks from one peer, its outcome, and how it is cut into READs. Data alone."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from pdserve.reasons import TransferReason
 from pdserve.transfer.base import Descriptor
 
 MAX_READ_BYTES = 8 << 20
-"""Of one READ: it ends soon, so that little is quarantined for short when it is given up."""
+"""Size of one READ: it ends soon, so that little is quarantined for short when it is given up."""
 SHARED_READ_BYTES = 4 << 20
-"""Of one READ where threads share a request: large beside what each costs in Python, and still in caches, for the most
-part, when its own thread verifies it."""
+"""Size of one READ where threads share a request: large beside what each costs in Python, and mostly still in caches
+when its own thread verifies it."""
 
 
 Ticket = NewType("Ticket", int)
@@ -89,11 +89,11 @@ class PullRequest(msgspec.Struct, frozen=True):
     remote_ids: list[int]
     local_ids: list[int]
     digests: list[bytes]
-    """16 bytes per block, or none to skip verification."""
+    """Announced digests, 16 bytes per block; none: nothing is verified."""
     deadline_s: float
-    """On the monotonic clock."""
+    """When the request fails with reason timeout, on the monotonic clock."""
     on_end: OnOutcome
-    """Called exactly once."""
+    """Called exactly once, at the end."""
     on_terminal: OnOutcome = _ignore
     """Called exactly once more if the outcome was not terminal."""
 

@@ -74,11 +74,6 @@ class PullRounds:
         return sum(fenced.quarantine.num_blocks for fenced in self._fenced.values())
 
     @property
-    def num_recreated(self) -> int:
-        """Agents recreated to end a quarantine, over all backends."""
-        return sum(fenced.num_recreated for fenced in self._fenced.values())
-
-    @property
     def is_broken(self) -> bool:
         """Whether an agent could not be recreated."""
         return any(fenced.is_broken for fenced in self._fenced.values())

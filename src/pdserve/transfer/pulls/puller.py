@@ -25,7 +25,7 @@ from pdserve.registration import WorkerRef
 from pdserve.transfer.base import Descriptor, Transport
 from pdserve.transfer.memory import bytes_view
 from pdserve.transfer.pulls.fenced_transport import FencedTransport
-from pdserve.transfer.pulls.peer_failures import FAILURE_TTL_S, FailureMark, PeerFailures
+from pdserve.transfer.pulls.peer_failures import FAILURE_TTL_S, PeerFailures
 from pdserve.transfer.pulls.pull import (
     MAX_READ_BYTES,
     SHARED_READ_BYTES,
@@ -100,7 +100,7 @@ class Puller:
         self._is_closing = False
 
     def start(self) -> None:
-        """Start the threads."""
+        """Start the transfer threads; requests submitted before wait for it."""
         for thread in self._threads:
             thread.start()
 
@@ -143,24 +143,14 @@ class Puller:
         """Whether leases exist, so that peers may READ from this worker at any moment."""
         self._threads[0].set_serving(is_serving)
 
-    def failed_peers(self) -> dict[WorkerRef, FailureMark]:
+    def failed_peers(self) -> frozenset[WorkerRef]:
         """Peers whose last transfer failed a short while ago."""
-        return self._failures.marks()
+        return self._failures.peers()
 
     @property
     def num_failures_in_a_row(self) -> int:
         """Failed requests since the last one that worked, over all peers."""
         return self._failures.num_in_a_row
-
-    @property
-    def num_quarantined_blocks(self) -> int:
-        """Blocks of READs that were given up and have not ended."""
-        return sum(rounds.num_quarantined_blocks for rounds in self._rounds)
-
-    @property
-    def num_recreated(self) -> int:
-        """Agents recreated to end a quarantine."""
-        return sum(rounds.num_recreated for rounds in self._rounds)
 
     def close(self) -> None:
         """Let READs on their way end for a short while, then tear everything down: a fence. Again: nothing."""

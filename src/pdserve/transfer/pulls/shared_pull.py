@@ -36,7 +36,7 @@ class SharedPull:
         self._outcome: PullOutcome | None = None
 
     def on_end(self, part: PullOutcome) -> None:
-        """A part ended."""
+        """A thread's part ended; the last one ends the request."""
         with self._lock:
             self._ends.append(part)
             self._num_unended += not part.is_terminal
@@ -44,19 +44,19 @@ class SharedPull:
                 self._failure = part
                 self._stop(part.ticket)
             if len(self._ends) == self._num_parts:
-                self._outcome = self._merged()
+                self._outcome = self._merge_ends()
                 self._note_end(self._request, self._outcome)
                 self._request.on_end(self._outcome)
 
     def on_terminal(self, part: PullOutcome) -> None:
-        """A part became terminal that was not when it ended."""
+        """A thread's part became terminal that was not when it ended."""
         with self._lock:
             self._num_unended -= 1
             if self._outcome is not None and self._num_unended == 0:
                 self._request.on_terminal(self._outcome)
 
-    def _merged(self) -> PullOutcome:
-        """As bad as the first failure, and as long as the longest part that READ something."""
+    def _merge_ends(self) -> PullOutcome:
+        """One outcome: as bad as the first failure, and as long as the longest part that READ something."""
         told = self._failure or self._ends[0]
         return dataclasses.replace(
             told,

@@ -18,13 +18,13 @@ _SERVE_WAIT_S = 0.001
 _WATCH_WAIT_S = 0.01
 """While there are only quarantined READs, and connections that no request needs yet."""
 _IDLE_WAIT_S = 0.25
-"""A slow beat, so that a peer's wire-up is answered even where nobody said that leases exist."""
+"""A slow beat, so that a peer's wire-up is answered even where `set_serving` was not called."""
 
 _log = logging.getLogger(__name__)
 
 
 class TransferThread:
-    """`rounds` belong to it, from `start` on."""
+    """Plays the rounds of one set of transports; they belong to it from `start` on."""
 
     def __init__(self, name: str, rounds: PullRounds) -> None:
         self._rounds = rounds
@@ -36,7 +36,7 @@ class TransferThread:
     # --- any thread
 
     def start(self) -> None:
-        """Start it."""
+        """Start the thread; rounds begin at once."""
         self._thread.start()
 
     def command(self, command: Callable[[PullRounds], None]) -> None:

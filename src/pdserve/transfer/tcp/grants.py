@@ -18,9 +18,6 @@ class Grants:
         self._lock = threading.Lock()
         self._granted: dict[bytes, tuple[bytes, set[int]]] = {}
 
-    def __len__(self) -> int:
-        return len(self._granted)
-
     def allow(self, nonce: str, block_ids: list[int]) -> None:
         """A hand-off may read these blocks, too."""
         with self._lock:

@@ -30,7 +30,7 @@ from pdserve.transfer.tcp.wire import (
 )
 
 _ABORT_WAIT_S = 1.0
-"""For a thread to notice that its connection was hung up: far more than it needs."""
+"""How long a thread may take to notice that its connection was hung up: far more than it needs."""
 
 
 @dataclass(slots=True, eq=False)
@@ -43,7 +43,7 @@ class TcpRead:
     local_ids: list[int]
     deadline_s: float
     given_up: TransferReason | None = None
-    """Why nobody waits for it any more: its thread writes no further block and reports nothing but this."""
+    """Why it was given up: its thread writes no further block and reports nothing but this."""
     connection: socket.socket | None = None
     """While its thread may write blocks."""
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -91,7 +91,7 @@ class PeerReader:
     ) -> None:
         self.descriptor = descriptor
         self.failure: TransferError | None = None
-        """Of the first connection."""
+        """Why the first connection failed; None: it did not."""
         self.is_ready = False
         self._payload, self._memory, self._on_end = payload, memory, on_end
         self._connect_timeout_s = connect_timeout_s
@@ -106,7 +106,7 @@ class PeerReader:
             thread.start()
 
     def submit(self, read: TcpRead) -> None:
-        """Queue a READ."""
+        """Queue a READ for the next free connection."""
         with self._condition:
             self._waiting.append(read)
             self._condition.notify()

@@ -1,6 +1,6 @@
 """Transport over plain TCP: framed copies that work on any platform, authenticated by each hand-off's nonce.
 
-Slower than NIXL's one-sided READs, but a frozen or dying peer costs nobody but its own hand-offs, and a READ that
+Slower than NIXL's one-sided READs, but a frozen or dying peer costs only its own hand-offs, and a READ that
 ended, however it ended, is terminal: nothing here writes a block but a thread that has stopped by then.
 """
 
@@ -18,7 +18,7 @@ import torch
 from pdserve.errors import TransferError
 from pdserve.reasons import TransferReason
 from pdserve.registration import WorkerRef
-from pdserve.transfer.base import Descriptor, Handle, PullResult, PullState, Transport, wait_connected
+from pdserve.transfer.base import Descriptor, Handle, PullResult, PullState, Transport
 from pdserve.transfer.descriptor import check_compatible, check_intact, seal
 from pdserve.transfer.memory import BlockMemory
 from pdserve.transfer.tcp.grants import Grants
@@ -28,7 +28,7 @@ from pdserve.transfer.tcp.wire import TcpPayload
 
 
 class TcpTransport:
-    """See `Transport`.
+    """A `Transport` over sockets of its own.
 
     Args:
         host: address to listen on (TRANSFER_HOST).
@@ -65,7 +65,7 @@ class TcpTransport:
         self._ended: deque[tuple[TcpRead, TransferError | None]] = deque()  # appended by the readers' threads
 
     def register(self, kv_cache: torch.Tensor, worker_id: str, generation: str, kv_signature: str) -> Descriptor:
-        """See `Transport.register`."""
+        """Listen, and serve the block pool to readers that know a nonce."""
         assert self._server is None, "register is called once"
         self._memory = BlockMemory(kv_cache)
         listener, identity = open_listener(self._host, self._port), WorkerRef(worker_id, generation)
@@ -85,20 +85,20 @@ class TcpTransport:
         return self._own
 
     def another_reader(self) -> Transport | None:
-        """See `Transport.another_reader`: connections have threads of their own."""
+        """None: connections have threads of their own, so that another reader would gain nothing."""
         return None
 
     def expect(self, nonce: str, block_ids: list[int]) -> None:
-        """See `Transport.expect`."""
+        """Let a hand-off with this nonce read these blocks."""
         assert all(0 <= block_id < self._memory.num_blocks for block_id in block_ids), block_ids
         self._grants.allow(nonce, block_ids)
 
     def forget(self, nonce: str) -> None:
-        """See `Transport.forget`."""
+        """Let a hand-off with this nonce read nothing any more."""
         self._grants.forget(nonce)
 
     def start_connect(self, descriptor: Descriptor) -> None:
-        """See `Transport.start_connect`."""
+        """Start the threads of this peer; the first one connects and greets at once, which proves the way."""
         check_intact(descriptor)
         check_compatible(self._own, descriptor)
         known = self._peers.get(descriptor.peer)
@@ -122,7 +122,7 @@ class TcpTransport:
         )
 
     def is_connected(self, peer: WorkerRef) -> bool:
-        """See `Transport.is_connected`."""
+        """Whether the peer has answered the first greeting."""
         reader = self._peers.get(peer)
         if reader is None:
             raise TransferError(TransferReason.CONNECT, f"{peer} is not connected")
@@ -130,14 +130,10 @@ class TcpTransport:
             raise TransferError(reader.failure.reason, str(reader.failure)) from reader.failure
         return reader.is_ready
 
-    def connect(self, descriptor: Descriptor) -> None:
-        """See `Transport.connect`."""
-        wait_connected(self, descriptor)
-
     def pull(
         self, peer: WorkerRef, nonce: str, remote_ids: list[int], local_ids: list[int], deadline_s: float
     ) -> Handle:
-        """See `Transport.pull`."""
+        """Queue one READ for the threads of this peer."""
         assert len(remote_ids) == len(local_ids) > 0, (remote_ids, local_ids)
         if not self.is_connected(peer):
             raise TransferError(TransferReason.CONNECT, f"{peer} has not answered yet")
@@ -152,7 +148,7 @@ class TcpTransport:
         return read.handle
 
     def poll(self) -> list[PullResult]:
-        """See `Transport.poll`. A READ whose deadline passed is reported when its thread has stopped."""
+        """Take what the threads ended; a READ whose deadline passed is reported when its thread has stopped."""
         now_s = self._clock()
         for read, _ in list(self._reads.values()):
             if now_s >= read.deadline_s:
@@ -166,7 +162,7 @@ class TcpTransport:
         return results
 
     def abort(self, handle: Handle) -> bool:
-        """See `Transport.abort`."""
+        """Hang up on a READ and wait for its thread, which is the fence."""
         if handle not in self._reads:
             return True
         read, _ = self._reads[handle]
@@ -176,7 +172,7 @@ class TcpTransport:
         return is_terminal
 
     def disconnect(self, peer: WorkerRef) -> None:
-        """See `Transport.disconnect`."""
+        """Hang up on a peer, and wait for the threads of its READs."""
         reader = self._peers.pop(peer, None)
         if reader is None:
             return
@@ -189,7 +185,7 @@ class TcpTransport:
             self._give_up(read, TransferReason.DISCONNECTED)
 
     def recreate(self) -> Descriptor:
-        """See `Transport.recreate`: readers stop, the server stays, the descriptor with it."""
+        """Stop all readers; the server stays, and the descriptor with it."""
         for peer in list(self._peers):
             self.disconnect(peer)
         still_writing = [read.handle for read, _ in self._reads.values() if not read.stop(TransferReason.DISCONNECTED)]
@@ -203,7 +199,7 @@ class TcpTransport:
         """Nothing to do: the server has threads of its own."""
 
     def close(self) -> None:
-        """See `Transport.close`."""
+        """Stop all readers and the server."""
         for peer in list(self._peers):
             self.disconnect(peer)
         if self._server is not None:
@@ -217,10 +213,9 @@ class TcpTransport:
             self._report(read, None)
 
     def _report(self, read: TcpRead, failure: TransferError | None) -> None:
-        num_bytes = len(read.local_ids) * self._memory.block_bytes
         reason = read.given_up or (failure.reason if failure else None)
         state = PullState.FAILED if reason else PullState.DONE
-        self._results.append(PullResult(read.handle, state, reason, True, num_bytes, str(failure or "")))
+        self._results.append(PullResult(read.handle, state, reason, detail=str(failure or "")))
 
 
 def _reachable(host: str) -> str:

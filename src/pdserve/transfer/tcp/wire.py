@@ -8,7 +8,7 @@
     Read(…)                              →  …
 
 The second answer tells that the hand-off could still read these blocks after the last byte was sent: else they
-may have been given to somebody else meanwhile. Frames are msgpack behind a 4-byte big-endian length.
+may have been given to another sequence meanwhile. Frames are msgpack behind a 4-byte big-endian length.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LENGTH = struct.Struct(">I")
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Whom the reader believes to talk to."""
+    """Names the worker that the reader believes to talk to."""
 
     version: int = PROTOCOL_VERSION
     worker_id: str
@@ -48,14 +48,14 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Granted when `reason` is empty."""
 
     reason: str = ""
-    """Of a refusal: nonce | generation | geometry | lookup."""
+    """Why it is refused, a `TransferReason`: nonce, generation, geometry or lookup."""
     detail: str = ""
     num_bytes: int = 0
-    """That follow this answer."""
+    """Bytes that follow this answer."""
 
 
 class TcpPayload(msgspec.Struct, frozen=True, kw_only=True):
-    """`Descriptor.payload` of backend tcp."""
+    """What `Descriptor.payload` carries for backend tcp."""
 
     host: str
     port: int
@@ -65,7 +65,7 @@ Frame = TypeVar("Frame", Hello, Read, Answer)
 
 
 def send_frame(connection: socket.socket, frame: Hello | Read | Answer) -> None:
-    """Raises OSError."""
+    """Send one frame; raises OSError when the connection is broken."""
     body = msgspec.msgpack.encode(frame)
     assert len(body) <= MAX_FRAME_BYTES, f"a frame of {len(body)} bytes"
     connection.sendall(_LENGTH.pack(len(body)) + body)

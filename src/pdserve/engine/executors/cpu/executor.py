@@ -1,4 +1,4 @@
-"""The CPU executor: the whole step of a Llama-like decoder in one call of our own kernels. Never calls torch's.
+"""The CPU executor: one call of our own kernels is a whole step of a Llama-like decoder. Never calls torch's kernels.
 
 Results do not depend on what shares the batch: each row's logits are bit-equal however its prompt was cut into
 chunks, whichever neighbours it had, prefill or decode, and whatever the number of threads.
@@ -139,7 +139,7 @@ class CpuExecutor:
 
     @property
     def kv_cache(self) -> Tensor:
-        """`[num_blocks, *kv_spec.block_shape]`."""
+        """The tensor `[num_blocks, *kv_spec.block_shape]` that `allocate_kv_cache` made."""
         assert self._kv_cache is not None, "allocate_kv_cache comes first"
         return self._kv_cache
 
@@ -150,7 +150,7 @@ class CpuExecutor:
         return self._kv_cache
 
     def run(self, batch: list[SequenceSlice]) -> Tensor:
-        """One step; fp32 logits `[num slices with samples, vocab_size]`.
+        """Run one step; returns fp32 logits `[num slices with samples, vocab_size]`.
 
         Raises:
             MemoryError: intermediate results do not fit; nothing was computed.
@@ -223,7 +223,7 @@ def _memory(
     sharing: WeightSharing | None,
     pack: Callable[[PackedMemory], object],
 ) -> PackedMemory:
-    """For the packed weights: a file's when they are to be shared and it can be had, else our own."""
+    """Memory for the packed weights: a file's when they are to be shared and it can be had, else our own."""
     if sharing is None or not sharing.is_wanted(num_bytes):
         return own_memory(num_bytes)
     name = file_name(model_path, model_fingerprint(model_path), *layout.key)

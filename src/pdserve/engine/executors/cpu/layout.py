@@ -24,11 +24,11 @@ class WeightLayout:
     dtype: torch.dtype
     """float32, bfloat16 or int8."""
     packed_type: int
-    """As the kernels name it: cpu_ops.F32, BF16, I8, BF16_PAIRS or I8_PAIRS."""
+    """The kernels' own number for it: cpu_ops.F32, BF16, I8, BF16_PAIRS or I8_PAIRS."""
 
     @classmethod
     def of(cls, dtype: torch.dtype, context: cpu_ops.CpuContext) -> WeightLayout:
-        """The one that this context's steps read."""
+        """The layout that this context's steps read."""
         return cls(dtype, context.packed_type(_TYPES[dtype]))
 
     @property
@@ -42,12 +42,12 @@ class WeightLayout:
         return self.dtype == torch.int8
 
     def matrix_bytes(self, num_columns: int, k: int) -> int:
-        """Of whole panels, aligned."""
+        """Aligned bytes that a matrix of whole panels takes."""
         k = round_up(k, 2) if self.packed_type in (cpu_ops.BF16_PAIRS, cpu_ops.I8_PAIRS) else k
         return round_up(padded_columns(num_columns) * k * self.dtype.itemsize, _ALIGNMENT)
 
     def scale_bytes(self, num_columns: int) -> int:
-        """Of all scales of a matrix, aligned; 0 without scales."""
+        """Aligned bytes that all scales of a matrix take; 0 without scales."""
         return round_up(padded_columns(num_columns) * 4, _ALIGNMENT) if self.has_scales else 0
 
     def packed_bytes(self, shape: CpuShape) -> int:
@@ -56,7 +56,7 @@ class WeightLayout:
 
 
 def padded_columns(num_columns: int) -> int:
-    """In whole panels."""
+    """Columns that a matrix takes in whole panels."""
     return round_up(num_columns, cpu_ops.PANEL)
 
 
@@ -66,7 +66,7 @@ def padded_intermediate(shape: CpuShape) -> int:
 
 
 def round_up(value: int, multiple: int) -> int:
-    """To a multiple."""
+    """The smallest multiple that is not below `value`."""
     return -(-value // multiple) * multiple
 
 

@@ -27,7 +27,7 @@ logger = get_logger(__name__)
 _LAYOUT_VERSION = 1
 """Raise it when the same weights are packed into other bytes."""
 _MAX_SHARE = 0.25
-"""Of the available memory: a larger copy is shared, so that three workers still fit."""
+"""Share of the available memory: a larger copy is shared, so that three workers still fit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class PackedMemory:
     address: int
     num_bytes: int
     is_filled: bool
-    """Whether they are there already, and must not be written."""
+    """Whether the weights are there already, and must not be written."""
     owner: object
     """Keeps the memory alive."""
 
@@ -47,7 +47,7 @@ class WeightSharing:
     """Whether and where weights are shared."""
 
     mode: str
-    """auto | on | off."""
+    """One of auto, on and off (setting SHARE_WEIGHTS)."""
     folder: Path
     available_bytes: int
     """Memory that this process could still take."""
@@ -104,7 +104,7 @@ def _make(file: Path, num_bytes: int, pack: Callable[[PackedMemory], object]) ->
     stem = file.name.rpartition("-")[0]
     for older in file.parent.glob(f"{stem}-*.packed"):
         if older != file:
-            older.unlink(missing_ok=True)  # whoever maps it keeps it
+            older.unlink(missing_ok=True)  # a process that maps it keeps it
 
 
 def _memory(mapping: mmap.mmap, num_bytes: int, *, is_filled: bool) -> PackedMemory:

@@ -1,4 +1,4 @@
-"""How many threads are worth starting: the processors that this process may use, within its container's quota.
+"""How many threads are worth starting: as many as this process may use processors, within its container's quota.
 
 More threads than that would take turns and wait for each other at every phase of a step.
 """
@@ -13,7 +13,7 @@ _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 def usable_processors(quota_file: Path = _QUOTA) -> int:
-    """At least 1."""
+    """Number of processors, at least 1, whose quota is read from `quota_file`."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         quota_us, period_us = (int(word) for word in quota_file.read_text().split())

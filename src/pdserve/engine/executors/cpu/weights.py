@@ -65,7 +65,7 @@ class Checkpoint:
         return name in self._files
 
     def get(self, name: str) -> Tensor:
-        """The tensor, contiguous.
+        """Read one tensor by name, contiguous.
 
         Raises:
             ModelError: it is missing or of a dtype that is no float.
@@ -85,7 +85,7 @@ class PackedModel:
     model: cpu_ops.Model
     owners: tuple[object, ...]
     num_bytes: int
-    """Of packed weights."""
+    """Bytes that the packed weights take."""
 
 
 def pack_model(
@@ -99,7 +99,7 @@ def pack_model(
     num_threads: int,
     memory: PackedMemory | None = None,
 ) -> PackedModel:
-    """Pack every matrix.
+    """Pack every matrix of a model.
 
     Args:
         layout: the one that the context which computes asks for.
@@ -244,6 +244,6 @@ class _Packer:
 
 
 def own_memory(num_bytes: int) -> PackedMemory:
-    """Nobody else's, in huge pages where the system grants them."""
+    """Memory that no other process maps, in huge pages where the system grants them."""
     memory = map_memory(num_bytes)
     return PackedMemory(memory.data_ptr(), memory.numel(), is_filled=False, owner=memory)

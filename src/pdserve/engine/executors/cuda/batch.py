@@ -25,19 +25,19 @@ class StepTensors:
     """The numbers of a step: views of one buffer, on the host or the device."""
 
     token_ids: Tensor
-    """int64 `[num_tokens]`."""
+    """The scheduled tokens, int64 `[num_tokens]`."""
     positions: Tensor
-    """int64 `[num_tokens]`."""
+    """Where each token stands in its sequence, int64 `[num_tokens]`."""
     slot_mapping: Tensor
-    """int64 `[num_tokens]`; -1: nothing is written."""
+    """Where each token's KV goes, int64 `[num_tokens]`; -1: nothing is written."""
     logit_rows: Tensor
-    """int64 `[num_logits]`: rows of the batch."""
+    """Rows of the batch whose logits are wanted, int64 `[num_logits]`."""
     query_starts: Tensor
     """int32 `[num_prefills + 1]`: rows of each sequence that does not decode, counted from the first of them."""
     context_lens: Tensor
-    """int32 `[num_seqs]`."""
+    """Tokens of each sequence once the step is done, int32 `[num_seqs]`; 0 in rows without a sequence."""
     block_tables: Tensor
-    """int32 `[num_seqs, table_width]`."""
+    """Block ids of each sequence, int32 `[num_seqs, table_width]`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class StepLayout:
 
     @property
     def num_bytes(self) -> int:
-        """Of the buffer that it takes."""
+        """Bytes of the buffer that a step of this layout takes."""
         return sum(_aligned(dtype.itemsize * int(np.prod(shape))) for dtype, shape in self._shapes())
 
     def views(self, buffer: Tensor) -> StepTensors:

@@ -37,7 +37,7 @@ class Device(Protocol):
         ...
 
     def free_bytes(self) -> int:
-        """Memory that nobody has taken."""
+        """Bytes of the device's memory that no process has taken."""
         ...
 
 
@@ -52,11 +52,11 @@ class CudaDevice:
         self._pool: Any = None
 
     def pinned(self, num_bytes: int) -> Tensor:
-        """Page-locked."""
+        """Page-locked host memory, zeroed uint8 `[num_bytes]`."""
         return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def synchronize(self) -> None:
-        """Waits for all streams."""
+        """Wait until all streams of the GPU are done."""
         torch.cuda.synchronize(self.device)
 
     def capture(self, body: Callable[[], None]) -> Callable[[], None]:
@@ -86,7 +86,7 @@ class HostDevice:
     device = torch.device("cpu")
 
     def pinned(self, num_bytes: int) -> Tensor:
-        """Ordinary memory."""
+        """Ordinary host memory, zeroed uint8 `[num_bytes]`."""
         return torch.zeros(num_bytes, dtype=torch.uint8)
 
     def synchronize(self) -> None:
@@ -98,5 +98,5 @@ class HostDevice:
         return body
 
     def free_bytes(self) -> int:
-        """Not bounded here."""
+        """A number that bounds nothing: a host has enough memory."""
         return 1 << 62

@@ -155,7 +155,7 @@ class CudaExecutor:
 
     @property
     def kv_cache(self) -> Tensor:
-        """`[num_blocks, *kv_spec.block_shape]`."""
+        """The tensor `[num_blocks, *kv_spec.block_shape]` that `allocate_kv_cache` made."""
         assert self._kv_cache is not None, "allocate_kv_cache comes first"
         return self._kv_cache
 
@@ -175,7 +175,7 @@ class CudaExecutor:
 
     @torch.no_grad()
     def run(self, batch: list[SequenceSlice]) -> Tensor:
-        """One step; fp32 logits `[num slices with samples, vocab_size]`."""
+        """Run one step; returns fp32 logits `[num slices with samples, vocab_size]`."""
         order = decodes_first(batch)
         ordered = [batch[index] for index in order]
         layout = layout_of(ordered, self.kv_spec.block_size)
@@ -219,7 +219,7 @@ class CudaExecutor:
 
 
 def _in_given_order(logits: Tensor, order: list[int], batch: list[SequenceSlice]) -> Tensor:
-    """Rows of `logits` are those of the ordered batch; the caller's batch had another order."""
+    """Sort the rows of `logits`, which are in the order of the step, into the order of the caller's batch."""
     if order == sorted(order):
         return logits
     sampling = [index for index in order if batch[index].samples]

@@ -19,7 +19,7 @@ from pdserve.engine.executors.cuda.device import Device
 _FIRST_CONTEXT = 1024
 _CONTEXT_FACTOR = 4
 MAX_WORKSPACE_BYTES = 256 << 20
-"""Of the attention of one graph; larger steps gain little from a graph."""
+"""What the attention of one graph may take; larger steps gain little from a graph."""
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -22,7 +22,7 @@ class KernelSet:
 
 
 def triton_kernels() -> KernelSet:
-    """Compiled for the GPU when first called; interpreted under TRITON_INTERPRET."""
+    """Triton's kernels: compiled for the GPU when first called, interpreted under TRITON_INTERPRET."""
     from pdserve.kernels.paged_decode_attention import paged_decode_attention  # noqa: PLC0415  needs Triton
     from pdserve.kernels.paged_prefill_attention import paged_prefill_attention  # noqa: PLC0415
     from pdserve.kernels.rms_norm import rms_norm  # noqa: PLC0415
@@ -35,7 +35,7 @@ def triton_kernels() -> KernelSet:
 
 
 def eager_kernels() -> KernelSet:
-    """The twins, on any device."""
+    """The eager twins of Triton's kernels, for any device; tests compare with them."""
     from pdserve.kernels.reference import layers as reference_layers  # noqa: PLC0415
     from pdserve.kernels.reference import paged_attention as reference_attention  # noqa: PLC0415
 

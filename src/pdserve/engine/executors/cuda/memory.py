@@ -28,7 +28,7 @@ class ModelSize:
 
     @classmethod
     def of(cls, config: Any, head_dim: int, itemsize: int) -> ModelSize:
-        """From a transformers text configuration."""
+        """Read the sizes from a transformers text configuration."""
         hidden_size = int(config.hidden_size)
         return cls(
             hidden_size=hidden_size,

@@ -47,20 +47,20 @@ class AttentionOptions:
 
     @classmethod
     def of(cls, head_dim: int, options: dict[str, Any]) -> AttentionOptions:
-        """From what a transformers attention module hands over."""
+        """Read the options that a transformers attention module hands over."""
         scaling = options.get("scaling") or head_dim**-0.5
         return cls(float(scaling), options.get("sliding_window"), options.get("softcap"))
 
 
 class OptionsProbe(ProbeContext):
-    """Learns how each layer attends, too."""
+    """A probe that learns how each layer attends, too."""
 
     def __init__(self) -> None:
         super().__init__()
         self.options: dict[int, AttentionOptions] = {}
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
-        """Record one layer."""
+        """Record how one layer attends, then do as `ProbeContext`."""
         self.options[layer] = AttentionOptions.of(query.shape[-1], options)
         return super().attend(layer, query, key, value, options)
 
@@ -115,7 +115,7 @@ class StockDecoder:
         connect(model, self)
 
     def forward(self, step: StepTensors, layout: StepLayout, kv_cache: Tensor) -> Tensor:
-        """fp32 logits `[num_logits, vocab_size]`."""
+        """Run one step; returns fp32 logits `[num_logits, vocab_size]`."""
         self._kv_cache, self._step = kv_cache, (step, layout)
         try:
             output = self._model(
@@ -130,7 +130,7 @@ class StockDecoder:
         return logits
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
-        """One layer: called from within the model."""
+        """Attend in one layer; the model's attention module calls this."""
         assert self._kv_cache is not None, "no step is running"
         assert self._step is not None, "no step is running"
         step, layout = self._step
@@ -186,7 +186,7 @@ class FusedDecoder:
 
     @torch.no_grad()
     def forward(self, step: StepTensors, layout: StepLayout, kv_cache: Tensor) -> Tensor:
-        """fp32 logits `[num_logits, vocab_size]`; launches only, never waits."""
+        """Launch one step, never wait for it; returns fp32 logits `[num_logits, vocab_size]`."""
         hidden = F.embedding(step.token_ids, self._embedding)
         angles = self._cos[step.positions], self._sin[step.positions]
         residual = None

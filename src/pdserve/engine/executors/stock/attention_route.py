@@ -64,7 +64,7 @@ class KvContext:
         self.batch: PackedBatch | None = None
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
-        """One layer of the batch."""
+        """Write and attend in one layer of the running batch."""
         assert self.kv_cache is not None, "allocate_kv_cache comes before run"
         assert self.batch is not None, "no batch is running"
         kv_layer = self.kv_cache[:, layer]
@@ -84,7 +84,7 @@ class ProbeContext:
 
     def __init__(self) -> None:
         self.shapes: dict[int, tuple[int, int]] = {}
-        """Layer → (num_kv_heads, head_dim)."""
+        """(num_kv_heads, head_dim) of each layer, by its number."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
         """Record one layer; returns values of the right shape."""

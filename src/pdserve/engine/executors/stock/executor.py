@@ -1,8 +1,8 @@
-"""The transformers executor: stock model code over packed batches and our paged KV cache. Breadth and oracle.
+"""The transformers executor: stock model code over packed batches and our paged KV cache.
 
-`AutoModelForCausalLM` brings every decoder that uses the attention interface; `attention_route` brings its
-attention to our blocks. Models whose KV does not fit the layout are refused at load, by name. Never sees a
-sequence, a queue or a clock.
+It serves the most models, and other executors are compared with it. `AutoModelForCausalLM` brings every decoder that
+uses the attention interface; `attention_route.py` brings its attention to our blocks. Models whose KV does not fit the
+layout are refused at load, by name. Never sees a sequence, a queue or a clock.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class TransformersExecutor:
 
     @property
     def kv_cache(self) -> Tensor:
-        """`[num_blocks, *kv_spec.block_shape]`."""
+        """The tensor `[num_blocks, *kv_spec.block_shape]` that `allocate_kv_cache` made."""
         assert self._context.kv_cache is not None, "allocate_kv_cache comes first"
         return self._context.kv_cache
 
