@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from pdserve.gateway.dispatch.admission import RefusalReason
 from pdserve.gateway.observers import RequestRecord
 from pdserve.metrics import labels
 from pdserve.metrics.gateway import GatewayMetrics
-from pdserve.reasons import CancelReason, FailReason, Phase
+from pdserve.reasons import CancelReason, FailReason, Phase, RefusalReason
 
 _SHED_LABELS = {
     RefusalReason.NO_WORKERS: "no_pair",

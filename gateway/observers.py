@@ -8,9 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from pdserve.gateway.dispatch.admission import RefusalReason
 from pdserve.gateway.generation.waterfall import Waterfall
-from pdserve.reasons import CancelReason, Ending, FailReason, Phase
+from pdserve.reasons import CancelReason, Ending, FailReason, Phase, RefusalReason
 
 
 class DispatchObserver(Protocol):

@@ -6,28 +6,15 @@
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass
 
 from pdserve.errors import InvalidRequestError, OverloadedError, RequestError, UnavailableError
 from pdserve.gateway.generation.request import GenerationRequest
+from pdserve.reasons import RefusalReason
 from pdserve.settings import GatewaySettings
 
 UNAVAILABLE_RETRY_S = 2.0
 """A registration needs about a heartbeat to be seen."""
-
-
-class RefusalReason(enum.StrEnum):
-    """Why a request is not let in."""
-
-    TOO_LONG = "too_long"
-    DRAINING = "draining"
-    BUS = "bus"
-    NO_WORKERS = "no_workers"
-    QUEUE_REQUESTS = "queue_requests"
-    QUEUE_TOKENS = "queue_tokens"
-    STREAM_FULL = "stream_full"
-    DEADLINE = "deadline"
 
 
 @dataclass(frozen=True, slots=True)

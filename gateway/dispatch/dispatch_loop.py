@@ -51,7 +51,6 @@ class QueueEntry:
     num_tokens: int
     """Prompt tokens to compute, at most."""
     queued_s: float
-    priority: int = 0
     is_redispatch: bool = False
     not_before_s: float = float("-inf")
     """End of a re-dispatch's back-off."""
@@ -77,9 +76,9 @@ class WaitingQueue:
         """In the order of dispatch, over a snapshot: entries may be removed meanwhile."""
         return iter(tuple(self._entries))
 
-    def push(self, entry: QueueEntry) -> None:
-        """Queue an entry at its place."""
-        due_s = entry.queued_s + entry.priority * self._ageing_s
+    def push(self, entry: QueueEntry, priority: int) -> None:
+        """Queue an entry at its place; a lower priority goes sooner."""
+        due_s = entry.queued_s + priority * self._ageing_s
         entry.rank = (0 if entry.is_redispatch else 1, due_s, next(self._numbers))
         bisect.insort(self._entries, entry, key=_rank)
         self.num_tokens += entry.num_tokens
@@ -113,24 +112,14 @@ class DispatchLoop:
 
     def add_new(self, sequences: list[LiveSequence], now_s: float) -> None:
         """Queue a request: its choices go out together."""
-        demand = sequences[0].demand
-        self._push(QueueEntry(list(sequences), demand.num_tokens, now_s, demand.request.priority))
+        self._push(QueueEntry(list(sequences), sequences[0].demand.num_tokens, now_s))
 
     def add_again(self, live: LiveSequence, not_before_s: float, now_s: float) -> None:
         """Queue a sequence whose attempt ended: original prompt plus what was emitted."""
-        request = live.demand.request
-        live.demand = Demand(request, live.demand.is_local, output=list(live.machine.output))
+        live.demand = Demand(live.demand.request, live.demand.is_local, output=list(live.machine.output))
         self._wanting.pop(live.machine.key, None)
-        self._push(
-            QueueEntry(
-                [live],
-                live.demand.num_tokens,
-                now_s,
-                request.priority,
-                is_redispatch=True,
-                not_before_s=not_before_s,
-            )
-        )
+        num_tokens = live.demand.num_tokens
+        self._push(QueueEntry([live], num_tokens, now_s, is_redispatch=True, not_before_s=not_before_s))
 
     def want_decode(self, live: LiveSequence, now_s: float, workers: Workers, epoch: int) -> list[Action]:
         """A hand-off needs a decode worker: now, or as soon as there is room."""
@@ -200,7 +189,7 @@ class DispatchLoop:
 
     def _push(self, entry: QueueEntry) -> None:
         self._entry_of.update({live.machine.key: entry for live in entry.sequences})
-        self.queue.push(entry)
+        self.queue.push(entry, entry.sequences[0].demand.request.priority)
 
     def _start(self, live: LiveSequence, worker: WorkerRegistration, now_s: float, epoch: int) -> list[Action]:
         ref, machine, placement = worker.ref, live.machine, self.placement

@@ -148,3 +148,16 @@ class Ending(enum.StrEnum):
     def _missing_(cls, value: object) -> Ending:
         """A finish reason of a newer worker is a good end."""
         return cls.STOP
+
+
+class RefusalReason(enum.StrEnum):
+    """Why a gateway does not let a request in."""
+
+    TOO_LONG = "too_long"
+    DRAINING = "draining"
+    BUS = "bus"
+    NO_WORKERS = "no_workers"
+    QUEUE_REQUESTS = "queue_requests"
+    QUEUE_TOKENS = "queue_tokens"
+    STREAM_FULL = "stream_full"
+    DEADLINE = "deadline"

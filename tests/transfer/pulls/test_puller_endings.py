@@ -26,7 +26,7 @@ def test_an_aborted_request_ends_once_and_its_ticket_is_dead(pulling, peer):
     pulling.faults.put({})
     assert pulling.pull(peer, [1], [2]).ok
     assert bool((pulling.local.blocks[1] == 0xAA).all())
-    assert pulling.puller.failed_peers() == {}, "an abort says nothing about the peer"
+    assert pulling.puller.failed_peers() == frozenset(), "an abort says nothing about the peer"
 
 
 def test_closing_ends_every_request_and_refuses_new_ones(make_pulling, peer):
