@@ -106,3 +106,18 @@ async def test_stopping_does_not_wait_for_the_end_of_a_rest(
     began_s = time.monotonic()
     await asyncio.to_thread(thread.stop, 30.0)
     assert time.monotonic() - began_s < 10
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+async def test_the_end_of_the_thread_is_noticed(start: Callable[..., tuple[Engine, EngineThread, Heard]]) -> None:
+    _, thread, _ = start(lambda: 0.0)
+    waiting = asyncio.create_task(thread.wait_for_end())
+    await thread.call(lambda: None)
+    assert not waiting.done()
+
+    def die() -> None:
+        raise SystemExit  # no Exception, so that nothing in the thread catches it
+
+    thread.post(die)
+    async with asyncio.timeout(10):
+        await waiting

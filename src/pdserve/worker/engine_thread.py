@@ -102,6 +102,11 @@ class EngineThread:
         self._commands.put(None)
         self._thread.join(timeout_s)
 
+    async def wait_for_end(self) -> None:
+        """Return within a second after the thread has ended, which is a defect before `stop`."""
+        while self._thread.is_alive():  # noqa: ASYNC110  a thread that dies sets no event
+            await asyncio.sleep(1.0)
+
     @property
     def step_age_s(self) -> float:
         """How long the current step has been running; 0 between steps."""
