@@ -112,7 +112,7 @@ class _Worker:
         server = HttpServer(worker_app(self._probes(worker, parts)), own_socket)
         background = {
             "the HTTP port": server.run(),
-            "the engine's thread": parts.engine_thread.wait_for_end(),
+            "the engine's thread": engine_thread.wait_for_end(),
             "the bus connection": bus.wait_for_end(),
             "the inbox": parts.inbox.wait_for_end(),
             "the registry view": parts.view.run(),
