@@ -1,7 +1,7 @@
 """The decode side of all hand-offs: ask for blocks, READ what is announced, verify, release.
 
 One request's way, steps 4 to 6 and 8. Every hand-off ends exactly once: received (`on_received`), failed
-with no READ in flight (`on_failed`), or aborted. KvRelease is sent when nothing of the prefill worker's
+with no READ in flight (`on_hand_off_failed`), or aborted. KvRelease is sent when nothing of the prefill worker's
 memory is being read any more, never before. Runs on the event loop; READs run in the transfer threads.
 """
 

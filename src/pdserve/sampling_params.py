@@ -1,6 +1,6 @@
-"""How one sequence is sampled and when it stops. Travels inside jobs; validated once, at the gateway's door.
+"""How one sequence is sampled and when it stops. Travels inside jobs; validated once, by the gateway.
 
-Workers trust these values: ranges are checked by the gateway (see `gateway/protocol.py`), and stop
+Workers trust these values: ranges are checked by the gateway (`gateway/openai/options.py`), and stop
 *strings* stay in the gateway, which cancels the sequence when one appears.
 """
 

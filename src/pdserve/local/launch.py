@@ -1,7 +1,7 @@
 """`python -m pdserve.local.launch PARENT_PID NICE COMMAND…`: become COMMAND, and die when the parent does.
 
-A shim that replaces itself and not a `preexec_fn`, which is unsafe in a process with threads. The kernel sends
-SIGKILL when the *thread* that started this process ends, so start it from one that lives as long.
+A shim that replaces itself, because the preexec_fn of `subprocess.Popen` is unsafe in a process with threads. The
+kernel sends SIGKILL when the *thread* that started this process ends, so start it from one that lives as long.
 """
 
 from __future__ import annotations
