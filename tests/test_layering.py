@@ -127,7 +127,7 @@ def test_the_reader_sees_imports_inside_functions(tmp_path: Path) -> None:
 
 
 def test_component_folders_are_no_regular_packages() -> None:
-    """`operator/__init__.py` at the root would shadow the standard library for whoever starts Python there."""
+    """An `__init__` in operator/ at the root would shadow the standard library for a Python that starts there."""
     components = ("gateway", "prefill_worker", "decode_worker", "operator", "kernels")
     assert [name for name in components if (ROOT / name / "__init__.py").exists()] == []
     assert [name for name in components if (PACKAGE / name).resolve() != ROOT / name] == []

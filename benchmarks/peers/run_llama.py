@@ -1,7 +1,7 @@
 """llama.cpp as an engine of `benchmarks.peers`: its shared libraries, driven through their C interface.
 
-`python benchmarks/peers/llama.py LIBRARIES FILE.gguf PRECISION THREADS`. The package has no headers, so the fields of
-its parameter structs that are set here are checked to hold their documented defaults before anything is changed.
+`python benchmarks/peers/run_llama.py LIBRARIES FILE.gguf PRECISION THREADS`. The package has no headers, so the fields
+of its parameter structs that are set here are checked to hold their documented defaults before anything is changed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """OpenVINO as an engine of `benchmarks.peers`: its CPU plugin, in its own environment.
 
-`…/openvino/bin/python benchmarks/peers/openvino.py FOLDER EXPORTED PRECISION THREADS`. optimum-intel exports the model
-into the folder EXPORTED once. Then it is transformed as OpenVINO GenAI does before it serves one: attention works on KV
-blocks, and logits are computed of the rows that are asked for. It never measures export, transformation or compilation.
+`…/openvino/bin/python benchmarks/peers/run_openvino.py FOLDER EXPORTED PRECISION THREADS`. optimum-intel exports the
+model into the folder EXPORTED once. Then it is transformed as OpenVINO GenAI does before it serves one: attention works
+on KV blocks, and logits are computed of the rows that are asked for. It never measures export, transformation or
+compilation.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """vLLM as an engine of `benchmarks.peers`: steps of its engine, in its own environment.
 
-`…/vllm/bin/python benchmarks/peers/vllm.py FOLDER PRECISION`. A step is all that vLLM does for one: schedule, run,
+`…/vllm/bin/python benchmarks/peers/run_vllm.py FOLDER PRECISION`. A step is all that vLLM does for one: schedule, run,
 sample. Its prefix cache is on, so that a sequence's context is computed once and not once per measurement; prompts
 whose prefill is measured are different from their first token on.
 """

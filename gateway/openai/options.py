@@ -1,6 +1,6 @@
-"""What chat and completions have in common in a request: sampling, limits, stops, streaming. Ranges as in api.md.
+"""What chat and completions have in common in a request: sampling, limits, stops, streaming.
 
-Pure: reads a JSON object, knows the vocabulary's size, and no model, prompt or worker.
+Checks the range of each value. Pure: reads a JSON object, knows the vocabulary's size, and no model, prompt or worker.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The few verbs of the Kubernetes API that the operator uses, over one pool of connections.
 
 Throttling (429) and server errors are retried for a bounded time, as the server asks; everything else is the
-caller's. What is gone, or is going with its namespace, is `Gone`: never an error worth a retry.
+caller's. What is gone, or is going with its namespace, is a `GoneError`: never an error worth a retry.
 """
 
 from __future__ import annotations

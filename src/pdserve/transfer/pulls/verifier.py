@@ -42,7 +42,7 @@ class Verifier:
         return self._aside is not None
 
     def count_wrong(self, pull: ActivePull, indices: range) -> int | None:
-        """Number of a READ's blocks that differ; None when that is found out aside: see `take_verdicts`.
+        """Number of a READ's blocks that differ; None when that is found out aside, in `pull.verifying`.
 
         Raises:
             TransferError: a test hook makes the stage copy or verify fail.
