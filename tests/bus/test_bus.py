@@ -95,6 +95,7 @@ async def test_a_refused_command_is_a_bus_error_that_names_it(bus: Bus) -> None:
         await bus.execute(("SET", "text", "x"), ("LPUSH", "text", "y"))
 
 
+@pytest.mark.alone
 async def test_a_frozen_server_delays_no_sender_and_every_call_ends_in_time(
     own_server: RedisServer, own_bus: Bus, frozen: Any, until: Any, numbered: Numbered
 ) -> None:

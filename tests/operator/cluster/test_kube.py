@@ -187,6 +187,7 @@ async def test_who_lost_the_lease_stops() -> None:
         await asyncio.wait_for(first.keep(), 5)
 
 
+@pytest.mark.alone
 async def test_a_lease_that_can_not_be_renewed_is_given_up_before_another_may_take_it() -> None:
     async with running() as (server, kube):
         first = Leadership(kube, "shop", "first", 0.6)
@@ -197,6 +198,7 @@ async def test_a_lease_that_can_not_be_renewed_is_given_up_before_another_may_ta
         assert asyncio.get_running_loop().time() - began_s < 1.2
 
 
+@pytest.mark.alone
 async def test_a_lease_is_given_up_in_time_when_the_server_hangs() -> None:
     async with running() as (server, kube):
         first = Leadership(kube, "shop", "first", 0.6)
