@@ -39,6 +39,7 @@ def test_help_imports_nothing_heavy() -> None:
     assert run_python(code).stdout.splitlines()[-1] == "[]"
 
 
+@pytest.mark.alone
 def test_help_is_quick() -> None:
     best_s = float("inf")
     for _ in range(5):  # the best of several: other processes share the cores

@@ -80,6 +80,7 @@ async def test_a_call_cut_off_by_its_timeout_never_leaves_its_reply_to_the_next_
     await connection.close()
 
 
+@pytest.mark.alone
 async def test_a_frozen_server_delays_no_sender_and_every_call_ends_in_time(
     own_server: RedisServer, own_bus: Bus, frozen: Any, until: Any, numbered: Numbered
 ) -> None:

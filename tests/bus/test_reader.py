@@ -58,6 +58,7 @@ async def test_a_frozen_server_makes_the_reader_deaf_and_thawing_heals_it(
     assert total_s > before_s + 1.0
 
 
+@pytest.mark.alone
 async def test_deaf_time_stands_still_while_connected_and_idle(bus: Bus, listen: Any, until: Any) -> None:
     listener = listen(bus, "stream")
     await until(lambda: listener.reader.is_connected)

@@ -75,6 +75,7 @@ def bus_size(url: str) -> tuple[int, int]:
         return len(sizes), sum(sizes)
 
 
+@pytest.mark.alone
 def test_closing_one_stream_frees_its_blocks_on_both_sides_within_a_second(
     service: PrivateService, open_stream: Callable[..., Any]
 ) -> None:
@@ -86,6 +87,7 @@ def test_closing_one_stream_frees_its_blocks_on_both_sides_within_a_second(
         assert time.monotonic() - closed_s < 1.0, service.ledgers()
 
 
+@pytest.mark.alone
 def test_a_client_that_leaves_before_the_first_token_frees_prefill_within_a_second(
     service: PrivateService, model: str
 ) -> None:

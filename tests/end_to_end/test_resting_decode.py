@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 PROMPT_S, STEP_S, INTERVAL_S = 1.5, 0.005, 0.2
 SERVICE: dict[str, Any] = {
     "settings": {"EXECUTOR": "fake", "PREFIX_CACHE": False},
@@ -17,6 +19,7 @@ SERVICE: dict[str, Any] = {
 }
 
 
+@pytest.mark.alone
 def test_steps_are_spaced_exactly_while_another_prompt_is_computed(open_stream: Callable[..., Any]) -> None:
     first_token_s: list[float] = []
 

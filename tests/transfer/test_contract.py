@@ -243,6 +243,7 @@ def test_same_worker_id_restarted_three_times_on_the_way(local, spawn_peer):
         peer.kill()
 
 
+@pytest.mark.alone
 def test_frozen_peer_times_out_at_connect_and_works_after_it_thaws(local, peer, spawn_peer):
     frozen = spawn_peer().expect_all()
     frozen.freeze()

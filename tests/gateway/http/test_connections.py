@@ -46,6 +46,7 @@ async def open_request(service: Service, body: dict[str, Any], **socket_options:
     return sock
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("is_stream", [False, True])
 @pytest.mark.parametrize("has_token", [False, True])
 async def test_a_client_that_leaves_cancels_at_once(tiny_model_dir: Path, is_stream: bool, has_token: bool) -> None:
@@ -153,6 +154,7 @@ async def test_tokens_that_are_ready_together_go_out_in_one_write(tiny_model_dir
 # --- the loop
 
 
+@pytest.mark.alone
 async def test_health_answers_while_huge_prompts_are_encoded(tiny_model_dir: Path) -> None:
     async with running(tiny_model_dir, speak("a"), FrontendLimits(max_body_bytes=64 << 20)) as service:
         content = "the cat and <|im_end|> 雪 " * 30_000

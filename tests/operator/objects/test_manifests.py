@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
 import pytest
 import yaml
+from kubernetes_validate import utils as validator
 
 from pdserve.commands.render import rendered
 from pdserve.operator.api.crds import all_crds, to_yaml
@@ -20,6 +23,14 @@ OVERLAYS = sorted(path.name for path in (MANIFESTS / "overlays").iterdir())
 EXAMPLES = sorted((MANIFESTS / "examples").glob("*.yaml"))
 KUBERNETES = ("1.28", "1.33")
 _KNOWN_GROUPS = ("v1", "apps/", "policy/", "networking.k8s.io/", "rbac.authorization.k8s.io/")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _schemas_are_read_once() -> Iterator[None]:
+    """The validator reads its whole list of definitions anew for every object."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(validator, "schema_contents", cache(validator.schema_contents))
+        yield
 
 
 def check(item: dict[str, Any]) -> None:

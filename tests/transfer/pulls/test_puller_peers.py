@@ -3,6 +3,7 @@
 import time
 
 import msgspec
+import pytest
 import torch
 from pulling import NONCE
 
@@ -29,6 +30,7 @@ def is_connected(pulling, peer):
         return False
 
 
+@pytest.mark.alone
 def test_preparing_a_frozen_or_dead_peer_costs_nothing(pulling, peer, spawn_peer):
     frozen, dead = spawn_peer(seed=2), spawn_peer(seed=3)
     assert frozen.descriptor
@@ -43,6 +45,7 @@ def test_preparing_a_frozen_or_dead_peer_costs_nothing(pulling, peer, spawn_peer
     assert pulling.puller.failed_peers() == frozenset()
 
 
+@pytest.mark.alone
 def test_frozen_peer_costs_its_own_requests_and_no_others(pulling, peer, spawn_peer):
     frozen = spawn_peer().expect_all()
     frozen.freeze()
