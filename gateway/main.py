@@ -11,6 +11,7 @@ import uvloop
 from pdserve.faults import Faults
 from pdserve.gateway.process import GatewayProcess
 from pdserve.gateway.text.chat_prompt import ChatPrompts
+from pdserve.ids import GatewayId
 from pdserve.log import setup_logging
 from pdserve.models.card import ModelCard
 from pdserve.models.resolve import home_folder, resolve_model, served_model_name
@@ -22,7 +23,7 @@ def main(argv: list[str]) -> int:
     """Run until SIGTERM; settings from flags, environment and file."""
     settings = load(GatewaySettings, argv, os.environ)
     # Never reused: tokens of a gateway that is gone must not reach its successor.
-    gateway_id = f"gateway-{secrets.token_hex(6)}"
+    gateway_id = GatewayId(f"gateway-{secrets.token_hex(6)}")
     setup_logging(settings.log_level, settings.log_format, process=gateway_id)
     faults = read_faults(os.environ)
     path = resolve_model(settings.model, home_folder(os.environ), say_stage)
@@ -40,6 +41,6 @@ def main(argv: list[str]) -> int:
 
 
 async def _run(
-    settings: GatewaySettings, gateway_id: str, card: ModelCard, prompts: ChatPrompts, faults: Faults | None
+    settings: GatewaySettings, gateway_id: GatewayId, card: ModelCard, prompts: ChatPrompts, faults: Faults | None
 ) -> None:
     await GatewayProcess(settings, gateway_id, card, prompts, faults).run()

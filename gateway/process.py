@@ -31,7 +31,7 @@ from pdserve.gateway.http.system_routes import SystemView
 from pdserve.gateway.openai.frontend import Frontend, FrontendLimits
 from pdserve.gateway.text.chat_prompt import ChatPrompts
 from pdserve.http_server import HttpServer, url_of
-from pdserve.ids import Fingerprint, GatewayId
+from pdserve.ids import GatewayId, GenerationId
 from pdserve.log import get_logger
 from pdserve.metrics import GatewayMetrics, ProcessMetrics, render
 from pdserve.models.card import ModelCard
@@ -49,17 +49,22 @@ class GatewayProcess:
     """Builds the parts in order and takes them down in reverse."""
 
     def __init__(
-        self, settings: GatewaySettings, gateway_id: str, card: ModelCard, prompts: ChatPrompts, faults: Faults | None
+        self,
+        settings: GatewaySettings,
+        gateway_id: GatewayId,
+        card: ModelCard,
+        prompts: ChatPrompts,
+        faults: Faults | None,
     ) -> None:
         self._settings, self._gateway_id, self._faults = settings, gateway_id, faults
-        self._generation = secrets.token_hex(4)
+        self._generation = GenerationId(secrets.token_hex(4))
         self._collectors = CollectorRegistry()
         self._bus = Bus(settings.redis_url, settings.service, timeout_s=settings.bus_timeout_s, faults=faults)
         self._registry = Registry(self._bus)
         self._view = RegistryView(self._bus, settings.heartbeat_s)
         ProcessMetrics(self._collectors, self._bus)
         counting = GatewayCounting(_metrics(self._collectors, settings, card))
-        sender = Sender(GatewayId(gateway_id), Fingerprint(card.fingerprint))
+        sender = Sender(gateway_id, card.fingerprint)
         self._dispatcher = dispatcher_from(settings, self._bus, self._view, sender, counting)
         # Encoding releases the interpreter lock; a few more threads than cores let short prompts pass long ones.
         self._executor = ThreadPoolExecutor(2 + (os.cpu_count() or 2), thread_name_prefix="text")

@@ -25,6 +25,7 @@ from pdserve.gateway.dispatch.dispatch_loop import DispatchLoop
 from pdserve.gateway.dispatch.live import LiveSequence
 from pdserve.gateway.generation.request import FailedEvent, FinishedEvent, TokensEvent
 from pdserve.gateway.observers import DispatchObserver
+from pdserve.ids import GatewayId, RequestId, WorkerId
 from pdserve.log import get_logger
 from pdserve.messages import (
     AnyMessage,
@@ -60,7 +61,7 @@ class Exchange:
         bus: Bus,
         view: RegistryView,
         dispatch_loop: DispatchLoop,
-        gateway_id: str,
+        gateway_id: GatewayId,
         *,
         observer: DispatchObserver,
         clock: Callable[[], float],
@@ -72,7 +73,7 @@ class Exchange:
         self._reader = StreamReader(bus, bus.keys.tokens(gateway_id), self._handle)
         self._is_empty = asyncio.Event()
         self._is_dispatch_due = False
-        self._seen: dict[str, WorkerRegistration] = {}
+        self._seen: dict[WorkerId, WorkerRegistration] = {}
         self._bus_epoch = 0
         self._bus_down_since_s: float | None = None
         bus.on_new_server(self._note_new_server)
@@ -87,13 +88,13 @@ class Exchange:
         self._loop.add_new(sequences, now_s)
         self._dispatch(now_s)
 
-    def cancel(self, request_id: str, reason: CancelReason) -> None:
+    def cancel(self, request_id: RequestId, reason: CancelReason) -> None:
         """The client wants no more of a request."""
         self._observer.cancelled(reason)
         for live in list(self.requests.get(request_id, {}).values()):
             self._stop(live, reason)
 
-    def finish_choice(self, request_id: str, choice: int) -> None:
+    def finish_choice(self, request_id: RequestId, choice: int) -> None:
         """The client has enough of one choice."""
         live = self.requests.get(request_id, {}).get(choice)
         if live is not None:

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from pdserve.gateway.generation.request import GenerationRequest
+from pdserve.ids import Fingerprint, WorkerId
 from pdserve.registration import Role, WorkerRef, WorkerRegistration, WorkerState
 
 BATCH_AT_TWICE_THE_STEP = 16
@@ -33,7 +34,7 @@ UNMEASURED_TOKENS_PER_S = 1_000.0
 BLOCKS_PER_SPAN = 4
 """Fewer hashes per prompt: 32k tokens cost about a millisecond, and a guess is at most three blocks too low."""
 
-Workers = Mapping[str, WorkerRegistration]
+Workers = Mapping[WorkerId, WorkerRegistration]
 Pairs = tuple[list[WorkerRegistration], list[WorkerRegistration]]
 """Two lists of workers: (prefill, decode)."""
 
@@ -214,7 +215,7 @@ class Router:
 
     def __init__(
         self,
-        fingerprint: str,
+        fingerprint: Fingerprint,
         disaggregation: Disaggregation,
         *,
         rng: random.Random | None = None,

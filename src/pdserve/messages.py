@@ -25,7 +25,7 @@ from typing import NamedTuple
 import msgspec
 
 from pdserve.errors import BusError
-from pdserve.ids import Fingerprint, GatewayId, Nonce, RequestId
+from pdserve.ids import Fingerprint, GatewayId, GenerationId, KvSignature, Nonce, RequestId, WorkerId
 from pdserve.reasons import CancelReason, FailReason, FinishReason, KvFailReason, SequenceState
 from pdserve.registration import WorkerRef
 from pdserve.sampling_params import SamplingParams
@@ -89,8 +89,8 @@ class AttemptMessage(Message, frozen=True, kw_only=True, tag=True):
 class WorkerMessage(Message, frozen=True, kw_only=True, tag=True):
     """Base of what a worker says about several attempts at once."""
 
-    worker_id: str
-    generation: str
+    worker_id: WorkerId
+    generation: GenerationId
 
     @property
     def worker(self) -> WorkerRef:
@@ -101,8 +101,8 @@ class WorkerMessage(Message, frozen=True, kw_only=True, tag=True):
 class WorkerAttemptMessage(AttemptMessage, frozen=True, kw_only=True, tag=True):
     """Base of what a worker says about one attempt."""
 
-    worker_id: str
-    generation: str
+    worker_id: WorkerId
+    generation: GenerationId
 
     @property
     def worker(self) -> WorkerRef:
@@ -144,9 +144,9 @@ class DecodeJob(AttemptMessage, frozen=True, kw_only=True, tag=True):
     remaining_s: float
     priority: int = 0
     cache_salt: str = ""
-    prefill_worker_id: str | None = None
+    prefill_worker_id: WorkerId | None = None
     """None: there is no hand-off, the decode worker computes the prompt and samples index 0 itself."""
-    prefill_generation: str | None = None
+    prefill_generation: GenerationId | None = None
 
     @property
     def prefill(self) -> WorkerRef | None:
@@ -175,7 +175,7 @@ class ResendTokens(AttemptMessage, frozen=True, kw_only=True, tag=True):
 class KvWant(WorkerAttemptMessage, frozen=True, kw_only=True, tag=True):
     """D has reserved its blocks and wants P's. Answered with KvReady for all finished chunks, then each new one."""
 
-    kv_signature: str
+    kv_signature: KvSignature
     backend: str
     """The backend that D chose for the pair: nixl or tcp."""
 

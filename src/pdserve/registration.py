@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 import msgspec
 
+from pdserve.ids import Fingerprint, GatewayId, GenerationId, KvSignature, WorkerId
+
 HEARTBEAT_S = 1.0
 """Seconds between two renewals of a registration, unless the setting HEARTBEAT_S says otherwise."""
 
@@ -18,8 +20,8 @@ HEARTBEAT_S = 1.0
 class WorkerRef(NamedTuple):
     """One worker process, for all who speak of it: a restarted worker is another one."""
 
-    worker_id: str
-    generation: str
+    worker_id: WorkerId
+    generation: GenerationId
 
     def __str__(self) -> str:
         return f"{self.worker_id}:{self.generation}"
@@ -57,9 +59,9 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
 class WorkerRegistration(msgspec.Struct, frozen=True, kw_only=True):
     """One worker process: who it is, where it is, and how much it can take."""
 
-    worker_id: str
+    worker_id: WorkerId
     role: Role
-    generation: str
+    generation: GenerationId
     """Another one whenever the process starts or thaws; part of its identity and of the key of its inbox."""
     state: WorkerState
     pid: int
@@ -67,8 +69,8 @@ class WorkerRegistration(msgspec.Struct, frozen=True, kw_only=True):
     """The base URL of /health, /ready, /metrics and /debug."""
     model: str
     """The name under which the model is served."""
-    fingerprint: str
-    kv_signature: str
+    fingerprint: Fingerprint
+    kv_signature: KvSignature
     block_size: int
     num_blocks: int
     max_model_len: int
@@ -90,8 +92,8 @@ class WorkerRegistration(msgspec.Struct, frozen=True, kw_only=True):
 class GatewayRegistration(msgspec.Struct, frozen=True, kw_only=True):
     """One gateway process. Workers cancel the sequences of a gateway that is gone."""
 
-    gateway_id: str
-    generation: str
+    gateway_id: GatewayId
+    generation: GenerationId
     pid: int
     url: str
     metrics_url: str

@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from pdserve.bus.bus import Bus
 from pdserve.local.redis_server import RedisServer
 from pdserve.messages import Cancel

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pdserve.ids import GatewayId, GenerationId, WorkerId
+
 
 @dataclass(frozen=True, slots=True)
 class Keys:
@@ -24,7 +26,7 @@ class Keys:
         """ZSET worker id → expiry on the server's clock: the index, so that no process scans."""
         return f"{self.prefix}workers"
 
-    def worker(self, worker_id: str) -> str:
+    def worker(self, worker_id: WorkerId) -> str:
         """Registration of a worker."""
         return f"{self.prefix}worker:{worker_id}"
 
@@ -33,14 +35,14 @@ class Keys:
         """ZSET gateway id → expiry on the server's clock."""
         return f"{self.prefix}gateways"
 
-    def gateway(self, gateway_id: str) -> str:
+    def gateway(self, gateway_id: GatewayId) -> str:
         """Registration of a gateway."""
         return f"{self.prefix}gateway:{gateway_id}"
 
-    def inbox(self, worker_id: str, generation: str) -> str:
+    def inbox(self, worker_id: WorkerId, generation: GenerationId) -> str:
         """Stream to one worker process; a generation is never reused, so neither is its inbox."""
         return f"{self.prefix}inbox:{worker_id}:{generation}"
 
-    def tokens(self, gateway_id: str) -> str:
+    def tokens(self, gateway_id: GatewayId) -> str:
         """Stream from all workers to one gateway."""
         return f"{self.prefix}tokens:{gateway_id}"

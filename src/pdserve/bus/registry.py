@@ -16,12 +16,14 @@ from pdserve.bus.absence import Absence
 from pdserve.bus.bus import Bus, call_all
 from pdserve.bus.client import Command
 from pdserve.errors import BusError
+from pdserve.ids import GatewayId, WorkerId
 from pdserve.log import get_logger
 from pdserve.registration import HEARTBEAT_S, GatewayRegistration, WorkerRef, WorkerRegistration
 
 _log = get_logger(__name__)
 
 R = TypeVar("R", WorkerRegistration, GatewayRegistration)
+Id = TypeVar("Id", bound=str)
 
 INDEX_TTLS = 20
 """The index outlives a registration by this factor; expired names are removed from it after as long."""
@@ -54,7 +56,7 @@ class Registry:
         key = keys.gateway(registration.gateway_id)
         await self._announce(keys.gateways, registration.gateway_id, key, registration, ttl_s)
 
-    async def worker(self, worker_id: str) -> WorkerRegistration | None:
+    async def worker(self, worker_id: WorkerId) -> WorkerRegistration | None:
         """A worker's registration as it is now, or None.
 
         Raises:
@@ -63,11 +65,11 @@ class Registry:
         (value,) = await self._bus.execute(("GET", self._bus.keys.worker(worker_id)))
         return _read(WorkerRegistration, worker_id, value) if value is not None else None
 
-    async def withdraw_worker(self, worker_id: str) -> None:
+    async def withdraw_worker(self, worker_id: WorkerId) -> None:
         """Take a worker's registration back."""
         await self._withdraw(self._bus.keys.workers, worker_id, self._bus.keys.worker(worker_id))
 
-    async def withdraw_gateway(self, gateway_id: str) -> None:
+    async def withdraw_gateway(self, gateway_id: GatewayId) -> None:
         """Take a gateway's registration back."""
         await self._withdraw(self._bus.keys.gateways, gateway_id, self._bus.keys.gateway(gateway_id))
 
@@ -91,11 +93,11 @@ class RegistryView:
         self._bus = bus
         self._heartbeat_s = heartbeat_s
         self._workers_absence: Absence[WorkerRef] = Absence()
-        self._gateways_absence: Absence[str] = Absence()
+        self._gateways_absence: Absence[GatewayId] = Absence()
         self._callbacks: list[Callable[[], None]] = []
-        self.workers: dict[str, WorkerRegistration] = {}
+        self.workers: dict[WorkerId, WorkerRegistration] = {}
         """Last known, by id; those whose key vanished stay until their absence counts."""
-        self.gateways: dict[str, GatewayRegistration] = {}
+        self.gateways: dict[GatewayId, GatewayRegistration] = {}
         self.is_loaded = False
         """Whether a poll has succeeded yet."""
 
@@ -107,7 +109,7 @@ class RegistryView:
         """Whether this very worker process is known to be gone: key absent, or another generation's."""
         return self._workers_absence.is_gone(worker, self._worker_ttl_s(worker.worker_id))
 
-    def is_gateway_gone(self, gateway_id: str) -> bool:
+    def is_gateway_gone(self, gateway_id: GatewayId) -> bool:
         """Whether this gateway is known to be gone."""
         return self._gateways_absence.is_gone(gateway_id, 3 * self._heartbeat_s)
 
@@ -133,26 +135,30 @@ class RegistryView:
         info, worker_ids, gateway_ids = await self._bus.execute(
             ("INFO", "server"), ("ZRANGE", keys.workers, 0, -1), ("ZRANGE", keys.gateways, 0, -1), transaction=False
         )
-        workers = await self._fetch(WorkerRegistration, worker_ids, keys.worker)
-        gateways = await self._fetch(GatewayRegistration, gateway_ids, keys.gateway)
+        workers = await self._fetch(WorkerRegistration, [WorkerId(name.decode()) for name in worker_ids], keys.worker)
+        gateways = await self._fetch(
+            GatewayRegistration, [GatewayId(name.decode()) for name in gateway_ids], keys.gateway
+        )
         run_id, now_s = str(info["run_id"]), self._bus.clock()
         self._workers_absence.polled({worker.ref for worker in workers.values()}, run_id, now_s)
         self._gateways_absence.polled(gateways.keys(), run_id, now_s)
         self._take_over(workers, gateways)
 
-    async def _fetch(self, kind: type[R], names: Sequence[bytes], key_of: Callable[[str], str]) -> dict[str, R]:
-        if not names:
+    async def _fetch(self, kind: type[R], ids: Sequence[Id], key_of: Callable[[Id], str]) -> dict[Id, R]:
+        if not ids:
             return {}
-        command: Command = ("MGET", *(key_of(name.decode()) for name in names))
+        command: Command = ("MGET", *(key_of(id_) for id_ in ids))
         (values,) = await self._bus.execute(command)
-        registrations: dict[str, R] = {}
-        for name, value in zip(names, values, strict=True):
-            registration = _read(kind, name.decode(), value) if value is not None else None
+        registrations: dict[Id, R] = {}
+        for id_, value in zip(ids, values, strict=True):
+            registration = _read(kind, id_, value) if value is not None else None
             if registration is not None:
-                registrations[name.decode()] = registration
+                registrations[id_] = registration
         return registrations
 
-    def _take_over(self, workers: dict[str, WorkerRegistration], gateways: dict[str, GatewayRegistration]) -> None:
+    def _take_over(
+        self, workers: dict[WorkerId, WorkerRegistration], gateways: dict[GatewayId, GatewayRegistration]
+    ) -> None:
         kept_workers = {name: worker for name, worker in self.workers.items() if not self.is_gone(worker.ref)}
         kept_gateways = {name: gateway for name, gateway in self.gateways.items() if not self.is_gateway_gone(name)}
         before = self.is_loaded, self.workers, self.gateways
@@ -160,7 +166,7 @@ class RegistryView:
         if before != (self.is_loaded, self.workers, self.gateways):
             call_all(self._callbacks)
 
-    def _worker_ttl_s(self, worker_id: str) -> float:
+    def _worker_ttl_s(self, worker_id: WorkerId) -> float:
         worker = self.workers.get(worker_id)
         return 3 * (worker.heartbeat_s if worker else self._heartbeat_s)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pdserve.errors import ModelError, SettingError
+from pdserve.ids import Fingerprint
 from pdserve.models.identity import model_fingerprint
 
 
@@ -27,7 +28,7 @@ class ModelCard:
     """Union over config, generation_config and tokenizer: each of them ends a sequence."""
     chat_template: str | None
     """Jinja source; None: the model cannot chat."""
-    fingerprint: str
+    fingerprint: Fingerprint
 
     @classmethod
     def load(

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from pdserve.errors import ModelError
+from pdserve.ids import Fingerprint, KvSignature
 
 KV_LAYOUT_VERSION = 1
 """Raised when the layout `[num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]` changes."""
@@ -45,7 +46,7 @@ _SAMPLES_PER_FILE = 512
 """Samples of a weight file without a safetensors header, evenly spaced."""
 
 
-def model_fingerprint(path: Path) -> str:
+def model_fingerprint(path: Path) -> Fingerprint:
     """32 hex digits over a Hugging Face folder; equal folders give equal fingerprints on every machine.
 
     Raises:
@@ -59,7 +60,7 @@ def model_fingerprint(path: Path) -> str:
             _add(digest, name.encode(), file.read_bytes())
     for file in weights:
         _add(digest, file.name.encode(), file_fingerprint(file).encode())
-    return digest.hexdigest()
+    return Fingerprint(digest.hexdigest())
 
 
 def weight_files(path: Path) -> list[Path]:
@@ -119,7 +120,7 @@ def _add(digest: hashlib.blake2b, name: bytes, content: bytes) -> None:
 
 
 def kv_signature(
-    fingerprint: str,
+    fingerprint: Fingerprint,
     *,
     num_layers: int,
     num_kv_heads: int,
@@ -127,7 +128,7 @@ def kv_signature(
     kv_dtype: str,
     block_size: int,
     rope: str,
-) -> str:
+) -> KvSignature:
     """`model=…;layers=2;…;layout=1`: equal strings may exchange KV blocks, see `signature_difference`.
 
     `rope` is `rope_text(config)`; it may hold any characters.
@@ -142,7 +143,7 @@ def kv_signature(
         "rope": f"{rope[:40]}#{hashlib.blake2b(rope.encode(), digest_size=6).hexdigest()}".replace(";", ","),
         "layout": KV_LAYOUT_VERSION,
     }
-    return ";".join(f"{name}={value}" for name, value in fields.items())
+    return KvSignature(";".join(f"{name}={value}" for name, value in fields.items()))
 
 
 def signature_difference(ours: str, theirs: str) -> str:

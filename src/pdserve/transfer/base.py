@@ -15,6 +15,7 @@ from typing import NamedTuple, NewType, Protocol
 import msgspec
 import torch
 
+from pdserve.ids import GenerationId, KvSignature, Nonce, WorkerId
 from pdserve.reasons import TransferReason
 from pdserve.registration import WorkerRef
 
@@ -27,11 +28,11 @@ class Descriptor(msgspec.Struct, frozen=True, kw_only=True):
 
     backend: str
     """Name of the transport that can READ it: nixl or tcp; a newer peer may announce another."""
-    worker_id: str
-    generation: str
+    worker_id: WorkerId
+    generation: GenerationId
     num_blocks: int
     block_bytes: int
-    kv_signature: str
+    kv_signature: KvSignature
     payload: bytes
     """What its backend alone understands: NIXL agent metadata and base address; TCP host and port."""
     checksum: bytes = b""
@@ -78,7 +79,9 @@ class Transport(Protocol):
 
     name: str
 
-    def register(self, kv_cache: torch.Tensor, worker_id: str, generation: str, kv_signature: str) -> Descriptor:
+    def register(
+        self, kv_cache: torch.Tensor, worker_id: WorkerId, generation: GenerationId, kv_signature: KvSignature
+    ) -> Descriptor:
         """Make a block pool `[num_blocks, …]` (contiguous) readable by peers; called once."""
         ...
 
@@ -92,11 +95,11 @@ class Transport(Protocol):
         """
         ...
 
-    def expect(self, nonce: str, block_ids: list[int]) -> None:
+    def expect(self, nonce: Nonce, block_ids: list[int]) -> None:
         """Passive side: a hand-off with this nonce may read these blocks (adds to those already allowed)."""
         ...
 
-    def forget(self, nonce: str) -> None:
+    def forget(self, nonce: Nonce) -> None:
         """Passive side: the hand-off is over, its nonce reads nothing any more."""
         ...
 
@@ -121,7 +124,7 @@ class Transport(Protocol):
         ...
 
     def pull(
-        self, peer: WorkerRef, nonce: str, remote_ids: list[int], local_ids: list[int], deadline_s: float
+        self, peer: WorkerRef, nonce: Nonce, remote_ids: list[int], local_ids: list[int], deadline_s: float
     ) -> Handle:
         """Start READing remote blocks into local ones; returns a handle for `poll`.
 

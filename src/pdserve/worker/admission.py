@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pdserve.engine.sequence import Sequence
+from pdserve.ids import Fingerprint
 from pdserve.messages import DecodeJob, PrefillJob
 from pdserve.reasons import FailReason
 
@@ -27,7 +28,7 @@ class Refusal:
 class Admission:
     """The conditions of one worker."""
 
-    fingerprint: str
+    fingerprint: Fingerprint
     """Model fingerprint; jobs for another model are refused."""
     vocab_size: int
     """Token ids lie in [0, vocab_size)."""

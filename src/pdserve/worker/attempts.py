@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from pdserve.engine.engine import StepOutput
 from pdserve.engine.sequence import Sequence
+from pdserve.ids import GatewayId
 from pdserve.messages import (
     AttemptKey,
     Failed,
@@ -38,7 +39,7 @@ class Attempt:
     """One attempt on this worker; its `token_ids` start at output index `first_index`."""
 
     sequence: Sequence
-    gateway_id: str
+    gateway_id: GatewayId
     received_s: float
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -140,7 +141,7 @@ class Attempts:
         current = self._active.get(key.sequence)
         return current if current is not None and current.key.attempt < key.attempt else None
 
-    def open(self, sequence: Sequence, gateway_id: str, now_s: float) -> Attempt:
+    def open(self, sequence: Sequence, gateway_id: GatewayId, now_s: float) -> Attempt:
         """Start to hold an attempt."""
         assert sequence.key.sequence not in self._active, f"{sequence.key} is active already"
         attempt = self._active[sequence.key.sequence] = Attempt(sequence, gateway_id, now_s)
@@ -212,7 +213,7 @@ class Attempts:
 
     def publish(self, touched: Iterable[Attempt]) -> None:
         """Send all unsent tokens of these attempts: one TokenBatch per gateway, Finished behind it."""
-        by_gateway: dict[str, list[Attempt]] = {}
+        by_gateway: dict[GatewayId, list[Attempt]] = {}
         for attempt in touched:
             by_gateway.setdefault(attempt.gateway_id, []).append(attempt)
         ref = self._sender.ref
@@ -247,7 +248,7 @@ class Attempts:
     def fail(
         self,
         key: AttemptKey,
-        gateway_id: str,
+        gateway_id: GatewayId,
         reason: FailReason,
         *,
         retryable: bool,
@@ -267,7 +268,7 @@ class Attempts:
             ),
         )
 
-    def refuse(self, key: AttemptKey, gateway_id: str, refusal: Refusal) -> None:
+    def refuse(self, key: AttemptKey, gateway_id: GatewayId, refusal: Refusal) -> None:
         """Tell the gateway that a job was not taken."""
         self.fail(key, gateway_id, refusal.reason, retryable=refusal.retryable, detail=refusal.detail)
 
@@ -283,13 +284,13 @@ class Attempts:
         if attempt.finished is not None:
             self._sender.to_gateway(message.gateway_id, attempt.finished)
 
-    def roster(self, gateway_id: str) -> Roster:
+    def roster(self, gateway_id: GatewayId) -> Roster:
         """Everything held for one gateway, finished attempts included while their tokens are kept."""
         held = [*self._active.values(), *(attempt for attempt in self._ended.values() if attempt.finished is not None)]
         items = [_roster_item(attempt) for attempt in held if attempt.gateway_id == gateway_id]
         return Roster(**self._sender.ref._asdict(), items=items)
 
-    def send_rosters(self, gateway_ids: Iterable[str]) -> None:
+    def send_rosters(self, gateway_ids: Iterable[GatewayId]) -> None:
         """Tell these gateways, and all that have active attempts here, what is held for them."""
         for gateway_id in {*gateway_ids, *(attempt.gateway_id for attempt in self._active.values())}:
             self._sender.to_gateway(gateway_id, self.roster(gateway_id))

@@ -5,20 +5,21 @@ from __future__ import annotations
 import secrets
 from dataclasses import dataclass, field
 
+from pdserve.ids import GenerationId, WorkerId
 from pdserve.registration import WorkerRef
 
 
-def new_generation() -> str:
+def new_generation() -> GenerationId:
     """A fresh generation; never reused."""
-    return secrets.token_hex(4)
+    return GenerationId(secrets.token_hex(4))
 
 
 @dataclass(slots=True)
 class Identity:
     """Current identity of this process; only the host renews it."""
 
-    worker_id: str
-    generation: str = field(default_factory=new_generation)
+    worker_id: WorkerId
+    generation: GenerationId = field(default_factory=new_generation)
 
     @property
     def ref(self) -> WorkerRef:

@@ -26,7 +26,7 @@ from pdserve.engine.loader import choose_num_blocks, free_memory_bytes, load_exe
 from pdserve.engine.scheduling.scheduler import Scheduler
 from pdserve.engine.scheduling.step_targets import StepTargets
 from pdserve.engine.sequence import Sequence
-from pdserve.ids import Nonce, RequestId
+from pdserve.ids import Fingerprint, KvSignature, Nonce, RequestId
 from pdserve.log import get_logger
 from pdserve.messages import AttemptKey
 from pdserve.models.card import ModelCard
@@ -52,7 +52,7 @@ class LoadedModel:
 
     card: ModelCard
     engine: Engine
-    kv_signature: str
+    kv_signature: KvSignature
     load_s: float
 
 
@@ -182,12 +182,12 @@ def _num_blocks(settings: WorkerSettings, executor: Executor) -> int:
     return min(num_blocks, settings.max_num_seqs * blocks_per_sequence)
 
 
-def _cache_key(service: str, fingerprint: str) -> bytes:
+def _cache_key(service: str, fingerprint: Fingerprint) -> bytes:
     """Equal on all workers of a service and model, so that prefill and decode workers can compare chain hashes."""
     return hashlib.blake2b(f"{service}\0{fingerprint}".encode(), digest_size=32, person=b"pdserve-prefix").digest()
 
 
-def _signature(card: ModelCard, executor: Executor) -> str:
+def _signature(card: ModelCard, executor: Executor) -> KvSignature:
     spec = executor.kv_spec
     config = json.loads((card.path / "config.json").read_text(encoding="utf-8"))
     return kv_signature(

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from pdserve.bus.bus import Bus
 from pdserve.bus.registry import Registry
+from pdserve.ids import Fingerprint, KvSignature
 from pdserve.registration import WorkerRegistration, WorkerState
 from pdserve.worker.identity import Identity
 from pdserve.worker.role_worker import RoleWorker
@@ -21,8 +22,8 @@ class WorkerFacts:
     """What a registration says that never changes while the process lives."""
 
     model: str
-    fingerprint: str
-    kv_signature: str
+    fingerprint: Fingerprint
+    kv_signature: KvSignature
     block_size: int
     num_blocks: int
     max_model_len: int

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from pdserve.bus.bus import Bus
 from pdserve.bus.registry import Registry, RegistryView
+from pdserve.ids import Fingerprint
 from pdserve.worker.admission import Admission
 from pdserve.worker.attempts import Attempts
 from pdserve.worker.engine_thread import EngineThread
@@ -57,7 +58,7 @@ def make_worker(
     watch: WorkerWatch,
     make_part: MakePart,
     *,
-    fingerprint: str,
+    fingerprint: Fingerprint,
     heartbeat_s: float,
     prefill_timeout_s: float,
 ) -> RoleWorker:

@@ -14,6 +14,7 @@ from typing import Protocol
 from pdserve.engine.engine import StepOutput
 from pdserve.engine.sequence import Sequence
 from pdserve.errors import InvalidRequestError
+from pdserve.ids import GatewayId
 from pdserve.messages import AnyMessage, Cancel, ResendTokens
 from pdserve.reasons import FailReason
 from pdserve.registration import Role, WorkerLoad
@@ -93,7 +94,7 @@ class RoleWorker:
         make_part: Callable[[RoleWorker], RolePart],
         *,
         prefill_timeout_s: float,
-        is_gateway_gone: Callable[[str], bool],
+        is_gateway_gone: Callable[[GatewayId], bool],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.engine_thread = engine_thread

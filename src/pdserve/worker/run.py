@@ -22,6 +22,7 @@ from pdserve.engine.kv.block_pool import LedgerReport
 from pdserve.errors import PdserveError
 from pdserve.faults import Faults
 from pdserve.http_server import HttpServer, url_of
+from pdserve.ids import WorkerId
 from pdserve.log import get_logger, setup_logging
 from pdserve.metrics.process import ProcessMetrics, render
 from pdserve.metrics.worker import WorkerMetrics
@@ -53,7 +54,7 @@ _STOP_PAGES_S = 1.0
 def run_worker(settings: WorkerSettings, role: Role, make_part: MakePart) -> int:
     """Run until SIGTERM or SIGINT; returns the exit status."""
     stages = StartStages(process_age_s())
-    identity = Identity(settings.worker_id or f"{role.value}-{secrets.token_hex(4)}")
+    identity = Identity(WorkerId(settings.worker_id or f"{role.value}-{secrets.token_hex(4)}"))
     setup_logging(settings.log_level, settings.log_format, process=f"{role.value} {identity.worker_id}")
     faults = read_faults(os.environ)
     model = load_model(settings, stages)

@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Callable
 
 from pdserve.bus.bus import Bus
+from pdserve.ids import GatewayId
 from pdserve.messages import Message
 from pdserve.registration import WorkerRef
 from pdserve.worker.identity import Identity
@@ -33,7 +34,7 @@ class Sender:
         """This worker process now; its two fields stand in all that it says."""
         return self._identity.ref
 
-    def to_gateway(self, gateway_id: str, message: Message) -> None:
+    def to_gateway(self, gateway_id: GatewayId, message: Message) -> None:
         """Queue a message on a gateway's stream."""
         stream, delay_s = self._bus.keys.tokens(gateway_id), self._publish_delay_s()
         if delay_s:
@@ -45,6 +46,6 @@ class Sender:
         """Queue a message on the inbox of one worker process."""
         self._bus.send(self._bus.keys.inbox(*worker), message)
 
-    def is_held_back(self, gateway_id: str) -> bool:
+    def is_held_back(self, gateway_id: GatewayId) -> bool:
         """Whether a gateway's stream is at its bound: what it did not read yet must not grow."""
         return self._bus.is_stream_full(self._bus.keys.tokens(gateway_id))

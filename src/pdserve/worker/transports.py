@@ -15,6 +15,7 @@ from typing import TypeVar
 import torch
 
 from pdserve.errors import TransferError
+from pdserve.ids import KvSignature, Nonce
 from pdserve.log import get_logger
 from pdserve.reasons import TransferReason
 from pdserve.registration import WorkerRef, WorkerRegistration
@@ -40,7 +41,7 @@ class TransportOptions:
 
     setting: str
     """Which transports are wanted: auto | nixl | tcp."""
-    kv_signature: str
+    kv_signature: KvSignature
     quarantine_s: float
     read_timeout_s: float
     make: Callable[[], list[Transport]]
@@ -70,7 +71,7 @@ class WorkerTransports:
         self._num_pulls = 0
 
     @property
-    def kv_signature(self) -> str:
+    def kv_signature(self) -> KvSignature:
         """What our KV blocks mean; only workers with the same one exchange blocks."""
         return self._options.kv_signature
 
@@ -163,7 +164,7 @@ class WorkerTransports:
     def pull(
         self,
         descriptor: Descriptor,
-        nonce: str,
+        nonce: Nonce,
         blocks: tuple[list[int], list[int], list[bytes]],
         *,
         on_end: OnPull,
@@ -197,12 +198,12 @@ class WorkerTransports:
 
     # --- being read from
 
-    def expect(self, nonce: str, block_ids: list[int]) -> None:
+    def expect(self, nonce: Nonce, block_ids: list[int]) -> None:
         """A hand-off with this nonce may read these blocks too."""
         for transport in self._transports.values():
             transport.expect(nonce, block_ids)
 
-    def forget(self, nonce: str) -> None:
+    def forget(self, nonce: Nonce) -> None:
         """The hand-off is over."""
         for transport in self._transports.values():
             transport.forget(nonce)

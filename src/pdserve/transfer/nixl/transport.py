@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from pdserve.errors import TransferError
+from pdserve.ids import GenerationId, KvSignature, Nonce, WorkerId
 from pdserve.reasons import TransferReason
 from pdserve.registration import WorkerRef
 from pdserve.transfer.base import Descriptor, Handle, PullResult, PullState, Transport
@@ -77,7 +78,9 @@ class NixlTransport:
         self._reads: dict[Handle, _Read] = {}
         self._results: list[PullResult] = []
 
-    def register(self, kv_cache: torch.Tensor, worker_id: str, generation: str, kv_signature: str) -> Descriptor:
+    def register(
+        self, kv_cache: torch.Tensor, worker_id: WorkerId, generation: GenerationId, kv_signature: KvSignature
+    ) -> Descriptor:
         """Create the agent, with the block pool registered."""
         assert self._peers is None, "register is called once"
         allow_readers()
@@ -99,10 +102,10 @@ class NixlTransport:
         reader.register(self._kv_cache, *self._identity)
         return reader
 
-    def expect(self, nonce: str, block_ids: list[int]) -> None:
+    def expect(self, nonce: Nonce, block_ids: list[int]) -> None:
         """Nothing to do: a peer that holds the descriptor may READ every block."""
 
-    def forget(self, nonce: str) -> None:
+    def forget(self, nonce: Nonce) -> None:
         """Nothing to do: READs over NIXL know no nonce."""
 
     def start_connect(self, descriptor: Descriptor) -> None:
@@ -122,7 +125,7 @@ class NixlTransport:
         return self._live.find_usable(peer) is not None
 
     def pull(
-        self, peer: WorkerRef, nonce: str, remote_ids: list[int], local_ids: list[int], deadline_s: float
+        self, peer: WorkerRef, nonce: Nonce, remote_ids: list[int], local_ids: list[int], deadline_s: float
     ) -> Handle:
         """Post one READ; over shared memory it is mostly done when this returns."""
         assert len(remote_ids) == len(local_ids) > 0, (remote_ids, local_ids)

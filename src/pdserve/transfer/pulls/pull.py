@@ -11,6 +11,7 @@ from typing import NewType, Protocol
 import msgspec
 
 from pdserve.errors import TransferError
+from pdserve.ids import Nonce
 from pdserve.reasons import TransferReason
 from pdserve.transfer.base import Descriptor
 
@@ -85,7 +86,7 @@ class PullRequest(msgspec.Struct, frozen=True):
 
     descriptor: Descriptor
     """The peer's, of the backend chosen for the pair."""
-    nonce: str
+    nonce: Nonce
     remote_ids: list[int]
     local_ids: list[int]
     digests: list[bytes]

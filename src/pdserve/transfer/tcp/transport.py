@@ -16,6 +16,7 @@ import msgspec
 import torch
 
 from pdserve.errors import TransferError
+from pdserve.ids import GenerationId, KvSignature, Nonce, WorkerId
 from pdserve.reasons import TransferReason
 from pdserve.registration import WorkerRef
 from pdserve.transfer.base import Descriptor, Handle, PullResult, PullState, Transport
@@ -64,7 +65,9 @@ class TcpTransport:
         self._results: list[PullResult] = []
         self._ended: deque[tuple[TcpRead, TransferError | None]] = deque()  # appended by the readers' threads
 
-    def register(self, kv_cache: torch.Tensor, worker_id: str, generation: str, kv_signature: str) -> Descriptor:
+    def register(
+        self, kv_cache: torch.Tensor, worker_id: WorkerId, generation: GenerationId, kv_signature: KvSignature
+    ) -> Descriptor:
         """Listen, and serve the block pool to readers that know a nonce."""
         assert self._server is None, "register is called once"
         self._memory = BlockMemory(kv_cache)
@@ -88,12 +91,12 @@ class TcpTransport:
         """None: connections have threads of their own, so that another reader would gain nothing."""
         return None
 
-    def expect(self, nonce: str, block_ids: list[int]) -> None:
+    def expect(self, nonce: Nonce, block_ids: list[int]) -> None:
         """Let a hand-off with this nonce read these blocks."""
         assert all(0 <= block_id < self._memory.num_blocks for block_id in block_ids), block_ids
         self._grants.allow(nonce, block_ids)
 
-    def forget(self, nonce: str) -> None:
+    def forget(self, nonce: Nonce) -> None:
         """Let a hand-off with this nonce read nothing any more."""
         self._grants.forget(nonce)
 
@@ -131,7 +134,7 @@ class TcpTransport:
         return reader.is_ready
 
     def pull(
-        self, peer: WorkerRef, nonce: str, remote_ids: list[int], local_ids: list[int], deadline_s: float
+        self, peer: WorkerRef, nonce: Nonce, remote_ids: list[int], local_ids: list[int], deadline_s: float
     ) -> Handle:
         """Queue one READ for the threads of this peer."""
         assert len(remote_ids) == len(local_ids) > 0, (remote_ids, local_ids)
