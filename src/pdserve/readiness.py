@@ -1,6 +1,6 @@
 """What `/ready` of a worker or a gateway answers: facts for machines, and one sentence for people.
 
-Whoever reads it decides by `reason` and the numbers, never by words of the sentence. An answer that is no such
+Its readers decide by `reason` and the numbers, never by words of the sentence. An answer that is no such
 object, from an older process or another program, is read as reason `unknown`.
 """
 

@@ -14,7 +14,7 @@ from .documents import ROOT, code_spans
 
 PAGE = (ROOT / "docs" / "http-api.md").read_text(encoding="utf-8")
 SPANS = set(code_spans(PAGE))
-REQUESTS = ("options.py", "chat_request.py", "completion_request.py")
+REQUESTS = ("options.py", "chat.py", "completions.py")
 READERS = {"integer", "number", "boolean", "text", "object", "items", "token_ids", "forbid", "get"}
 PARTS_OF_MESSAGES = {
     *("role", "name", "tool_call_id", "reasoning_content", "reasoning", "thinking", "type", "refusal", "text"),
