@@ -1,6 +1,7 @@
 """Copies KV blocks that lie anywhere in the pool into one piece of memory, and back: for copies to and from a host.
 
-Many blocks then cross the bus as one large copy. Bound by memory.
+Many blocks then cross the bus as one large copy. Bound by memory. No worker calls it yet: its copies between a GPU
+and its host are for a KV cache that outgrows the GPU's memory.
 """
 
 from __future__ import annotations
