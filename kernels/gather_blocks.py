@@ -1,7 +1,6 @@
 """Copies KV blocks that lie anywhere in the pool into one piece of memory, and back: for copies to and from a host.
 
-Many blocks then cross the bus as one large copy. Bound by memory. No worker calls it yet: its copies between a GPU
-and its host are for a KV cache that outgrows the GPU's memory.
+Many blocks then cross the bus as one large copy. Bound by memory. Nothing calls it yet.
 """
 
 from __future__ import annotations
