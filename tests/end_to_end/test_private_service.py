@@ -27,7 +27,7 @@ def test_a_service_is_ready_when_entered_and_gone_when_left(
     tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PDS_SERVED_MODEL_NAME", "of-the-callers-environment")
-    monkeypatch.setenv("PDS_CPU_ISA", "portable")  # says how this machine computes, so it holds for services, too
+    monkeypatch.setenv("PDS_CPU_KERNELS", "on")  # says how this machine computes, so it holds for services, too
     with PrivateService(tiny_model_dir, settings={"NUM_BLOCKS": 64}) as service:
         assert httpx.get(f"{service.url}/ready").status_code == 200
         assert [m["id"] for m in httpx.get(f"{service.url}/v1/models").json()["data"]] == [tiny_model_dir.name]
@@ -38,7 +38,7 @@ def test_a_service_is_ready_when_entered_and_gone_when_left(
         for process in service.processes:
             assert "pd_" in httpx.get(process.metrics_url).text
         for process in service.workers:
-            assert psutil.Process(process.pid).environ()["PDS_CPU_ISA"] == "portable"
+            assert psutil.Process(process.pid).environ()["PDS_CPU_KERNELS"] == "on"
         pids = [process.pid for process in service.processes]
     assert not [pid for pid in pids if pid and psutil.pid_exists(pid) and _is_our_child(pid)]
 
