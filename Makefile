@@ -26,7 +26,7 @@ CHECKED := || { echo; echo "setup failed; the end of $(LOG):"; grep -v 'is ignor
 
 help:
 	@echo "make up        start everything on this machine (ARGS='--prefill 2 --decode 2' adds arguments)"
-	@echo "make test      ruff, mypy and the tests; sets up by itself"
+	@echo "make test      ruff, mypy and the tests side by side; sets up by itself (ARGS='-k name -n0': some, one by one)"
 	@echo "make test-all  the slow tests too"
 	@echo "make test-cluster  the operator on a real Kubernetes control plane (root; see docs/kubernetes.md)"
 	@echo "make kube-binaries builds that control plane from Debian packages (minutes, once)"

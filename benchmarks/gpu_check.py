@@ -244,8 +244,7 @@ def main() -> int:
         device=torch.device("cpu") if options.dry_run else torch.device("cuda", 0),
         dtype=torch.float32 if options.dry_run else torch.bfloat16,
         is_tiny=options.dry_run,
-        report=options.report
-        or (Path(tempfile.mkdtemp(prefix="gpu-check-")) if options.dry_run else Path("gpu-check")),
+        report=options.report or _default_report(is_dry=options.dry_run),
     )
     for name, body in STEPS.items():
         if not options.only or name in options.only:

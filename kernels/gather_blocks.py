@@ -1,6 +1,6 @@
 """Copies KV blocks that lie anywhere in the pool into one piece of memory, and back: for copies to and from a host.
 
-Many blocks then cross the bus as one large copy. Bound by memory.
+Many blocks then cross the bus as one large copy. Bound by memory. Nothing calls it yet.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fcntl
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -22,14 +22,28 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 @contextmanager
 def _turn(folder: Path, *, is_alone: bool) -> Iterator[None]:
     """Hold `running` together with others, or alone; who waits for it is not overtaken, for it holds `next`."""
-    with (folder / "next.lock").open("w") as following, (folder / "running.lock").open("w") as running:
-        fcntl.flock(following, fcntl.LOCK_EX)
-        fcntl.flock(running, fcntl.LOCK_EX if is_alone else fcntl.LOCK_SH)
-        fcntl.flock(following, fcntl.LOCK_UN)
+    with ExitStack() as following:
+        following.enter_context(_locked(folder / "next.lock", fcntl.LOCK_EX))
+        with _locked(folder / "running.lock", fcntl.LOCK_EX if is_alone else fcntl.LOCK_SH):
+            following.close()
+            yield
+
+
+@contextmanager
+def _locked(path: Path, how: int) -> Iterator[None]:
+    with path.open("w") as file:
+        fcntl.flock(file, how)
         try:
             yield
         finally:
-            fcntl.flock(running, fcntl.LOCK_UN)  # forked children hold the file open
+            fcntl.flock(file, fcntl.LOCK_UN)  # forked children hold the file open
+
+
+@pytest.fixture
+def one_up_at_a_time(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """No other process of pytest-xdist starts `pdserve up` meanwhile: it counts its ports from one number."""
+    with _locked(tmp_path_factory.getbasetemp().parent / "up.lock", fcntl.LOCK_EX):
+        yield
 
 
 @pytest.fixture(scope="session")

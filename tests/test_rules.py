@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -28,19 +29,24 @@ CODE = files(*ROOMS)
 TESTS = files("tests")
 
 
+@cache
+def tree(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"))
+
+
 def place(file: Path, line: int = 0) -> str:
     return f"{file.relative_to(ROOT)}:{line}"
 
 
 def definitions(file: Path) -> Iterator[ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    for node in ast.walk(tree(file)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             yield node
 
 
 def docstrings(file: Path) -> Iterator[tuple[int, str]]:
     """(line, text) of every docstring, those of fields and constants too."""
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    for node in ast.walk(tree(file)):
         for child in getattr(node, "body", []) if not isinstance(node, ast.Lambda | ast.IfExp) else []:
             match child:
                 case ast.Expr(value=ast.Constant(value=str(text))):
@@ -50,7 +56,7 @@ def docstrings(file: Path) -> Iterator[tuple[int, str]]:
 def texts(file: Path) -> Iterator[tuple[int, str]]:
     """(line, text) of every string that is no docstring: what users may read."""
     known = set(docstrings(file))
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    for node in ast.walk(tree(file)):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and (node.lineno, node.value) not in known:
             yield node.lineno, node.value
 

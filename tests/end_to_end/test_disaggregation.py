@@ -26,7 +26,9 @@ COMPUTED = 'pd_prefix_cache_tokens_total{result="miss"}'
 
 
 @pytest.fixture
-def up(tiny_model_dir: Path, tmp_path: Path, wait_for: Any, request: pytest.FixtureRequest) -> Iterator[LocalService]:
+def up(
+    tiny_model_dir: Path, tmp_path: Path, wait_for: Any, request: pytest.FixtureRequest, one_up_at_a_time: None
+) -> Iterator[LocalService]:
     """A whole `pdserve up` with the flags of the test."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("PDS_")}
     flags = ["--model", str(tiny_model_dir), "--port", "0", "--num-blocks", "512", "--drain-s", "1", *request.param]

@@ -17,6 +17,7 @@ import redis
 
 from pdserve.local.service_file import LocalService, read
 
+pytestmark = pytest.mark.usefixtures("one_up_at_a_time")
 SCRIPT = Path(__file__).parent / "up_with_stand_ins.py"
 
 

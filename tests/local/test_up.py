@@ -18,6 +18,7 @@ def env(tmp_path: Path) -> dict[str, str]:
     return {**os.environ, "PDS_HOME": str(tmp_path)}
 
 
+@pytest.mark.usefixtures("one_up_at_a_time")
 def test_up_serves_and_stops(tiny_model_dir: Path, env: dict[str, str]) -> None:
     command = [sys.executable, "-m", "pdserve", "up", f"--model={tiny_model_dir}", "--port=0", "--num-blocks=256"]
     with subprocess.Popen(

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import random
 import socket
 from collections.abc import Iterator
 
 from pdserve.errors import ServiceError
+
+_NEVER_GIVEN_AWAY = range(20_000, 32_000)
+"""Ports that the kernel gives to no connection on its way out, which could take one before its server starts."""
+_chance = random.SystemRandom()
 
 
 def is_free(host: str, port: int) -> bool:
@@ -28,9 +33,9 @@ def check_free(host: str, port: int) -> int:
         ServiceError: another program listens there.
     """
     if port == 0:
-        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-            probe.bind((host, 0))
-            return int(probe.getsockname()[1])
+        while not is_free(host, port := _chance.choice(_NEVER_GIVEN_AWAY)):
+            pass
+        return port
     if not is_free(host, port):
         raise ServiceError(f"port {port} on {host} is taken by another program: choose one with --port (0 = any free)")
     return port
