@@ -112,10 +112,10 @@ async def test_stopping_does_not_wait_for_the_end_of_a_rest(
 async def test_the_end_of_the_thread_is_noticed(start: Callable[..., tuple[Engine, EngineThread, Heard]]) -> None:
     _, thread, _ = start(lambda: 0.0)
     waiting = asyncio.create_task(thread.wait_for_end())
-    await thread.call(lambda: None)
+    await thread.call(lambda engine: None)
     assert not waiting.done()
 
-    def die() -> None:
+    def die(engine: Engine) -> None:
         raise SystemExit  # no Exception, so that nothing in the thread catches it
 
     thread.post(die)

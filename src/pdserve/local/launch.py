@@ -1,6 +1,6 @@
 """`python -m pdserve.local.launch PARENT_PID NICE COMMAND…`: become COMMAND, and die when the parent does.
 
-A shim that replaces itself and not a `preexec_fn`, which is unsafe in a process with threads. The kernel sends
+A shim that replaces itself, because code between fork and exec is unsafe in a process with threads. The kernel sends
 SIGKILL when the *thread* that started this process ends, so start it from one that lives as long. COMMAND gets a
 process group of its own: Ctrl-C in a terminal reaches the parent alone, which decides in which order things end.
 """

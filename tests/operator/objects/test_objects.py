@@ -10,7 +10,6 @@ import pytest
 import yaml
 
 from pdserve.commands.render import main as render
-from pdserve.errors import SettingError
 from pdserve.operator.api.policy import read_policy
 from pdserve.operator.api.spec import SpecError, read_service
 from pdserve.operator.facts import ClusterFacts, Owner
@@ -56,18 +55,6 @@ def test_every_process_accepts_its_settings(role: str) -> None:
     assert settings.model == "hf://Qwen/Qwen3-8B@main"
     assert settings.redis_url == "redis://:secret@chat-redis:6379/0"
     assert settings.metrics_port == 9100
-
-
-@pytest.mark.parametrize(
-    ("spec", "name"),
-    [
-        ({"gateway": {"apiKeysSecretRef": {"name": "keys", "key": "keys.json"}}}, "API_KEYS_FILE"),
-        ({"observability": {"otlpEndpoint": "http://collector:4318"}}, "OTLP_ENDPOINT"),
-    ],
-)
-def test_what_is_not_supported_yet_reaches_the_process_and_is_refused_there(spec: Any, name: str) -> None:
-    with pytest.raises(SettingError, match=f"{name}.*not supported yet"):
-        load(GatewaySettings, [], env_of(plan(**spec), "gateway"))
 
 
 def test_who_computes_prompts_reaches_the_gateway_and_the_decode_workers() -> None:

@@ -114,8 +114,8 @@ class Scheduler:
 
     def resume(self, sequence: Sequence, now_s: float) -> None:
         """Run a sequence whose blocks and KV came from elsewhere."""
+        sequence.admitted_s = now_s  # first: another thread reads it of running sequences
         sequence.state = SequenceState.RUNNING
-        sequence.admitted_s = now_s
         self.running.append(sequence)
 
     def remove(self, sequence: Sequence) -> None:
