@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import json
 from pathlib import Path
 
@@ -51,6 +52,13 @@ def test_a_trace_is_replayed_with_its_lengths(server, tmp_path: Path) -> None:
     assert [r["scheduled_s"] for r in requests] == pytest.approx([0, 0.1, 0.2], abs=0.05)
     assert [len(b["prompt"]) for b in server.bodies[-3:]] == [5, 6, 50]
     assert result["trace"]["columns"] == ["arrival_s", "input_tokens", "output_tokens"]
+
+
+def test_after_its_runs_the_collector_looks_at_all_objects_again(server) -> None:
+    frozen = gc.get_freeze_count()
+    argv = ["--url", server.url, "--num-requests", "2", "--runs", "2", "--warmup", "0", "--output-tokens", "2"]
+    assert main(argv) == 0
+    assert gc.get_freeze_count() == frozen, "what stays frozen is never freed, not even at the end of the process"
 
 
 def test_failures_are_counted_and_shown(fake_server, tokens, capsys: pytest.CaptureFixture[str]) -> None:

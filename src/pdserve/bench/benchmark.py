@@ -8,7 +8,8 @@ from __future__ import annotations
 import gc
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -129,13 +130,12 @@ class _Bench:
         """Send one run's prompts by the load pattern and sum up; `number` counts from 0."""
         prompts, arrivals_s = await self._plan(number)
         await self._pool.open_idle(self._options.concurrency or 8)
-        gc.collect()
-        gc.freeze()  # a full collection in the middle of a run would be measured as a gap of every stream
-        self._progress.start(f"run {number + 1}/{self._options.num_runs}", len(prompts))
-        if arrivals_s is None:
-            records = await run_closed(self._send, prompts, self._options.concurrency or 1)
-        else:
-            records = await run_open(self._send, prompts, arrivals_s)
+        with _old_objects_left_alone():
+            self._progress.start(f"run {number + 1}/{self._options.num_runs}", len(prompts))
+            if arrivals_s is None:
+                records = await run_closed(self._send, prompts, self._options.concurrency or 1)
+            else:
+                records = await run_open(self._send, prompts, arrivals_s)
         return Run(tuple(records), summarise(records, self._options.slos))
 
     async def _plan(self, number: int) -> tuple[list[Prompt], list[float] | None]:
@@ -180,3 +180,14 @@ def _about(trace: Trace) -> str:
         f"trace: {len(trace.requests)} requests over {trace.requests[-1].at_s:.0f} s; columns "
         f"{', '.join(trace.columns)}; arrivals in {trace.unit}{spread}"
     )
+
+
+@contextmanager
+def _old_objects_left_alone() -> Iterator[None]:
+    """Without this a full garbage collection in the middle of a run would be measured as a gap of every stream."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
