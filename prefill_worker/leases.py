@@ -7,7 +7,7 @@ deadline counts always.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from pdserve.messages import AttemptKey
@@ -24,7 +24,7 @@ class Lease:
 
 
 class LeaseTable:
-    """Granted leases. Unknown, late and doubled notices change nothing and are counted.
+    """Granted leases. Unknown, late and doubled notices change nothing.
 
     Args:
         lease_s: how long a lease lasts unless it is renewed.
@@ -40,8 +40,6 @@ class LeaseTable:
         self._clock = clock
         self._stood_still_s = stood_still_s
         self._leases: dict[AttemptKey, Lease] = {}
-        self.num_late_notices = 0
-        """Renewals and releases of leases that were not there any more."""
 
     def __len__(self) -> int:
         return len(self._leases)
@@ -49,34 +47,22 @@ class LeaseTable:
     def __contains__(self, key: AttemptKey) -> bool:
         return key in self._leases
 
-    def keys(self) -> list[AttemptKey]:
-        """Hand-offs that hold a lease, oldest first."""
-        return list(self._leases)
-
     def grant(self, key: AttemptKey, deadline_s: float) -> None:
         """Start a lease, or renew the one that is there."""
         lease = self._leases.setdefault(key, Lease(0.0, deadline_s))
         lease.expires_at_s = self._now_s() + self.lease_s
 
     def renew(self, key: AttemptKey) -> bool:
-        """A whole lease from now on. False: there is none (the answer to D is `unknown`)."""
+        """A whole lease from now on. False: there is none (the decode worker is told `unknown`)."""
         lease = self._leases.get(key)
         if lease is None:
-            self.num_late_notices += 1
             return False
         lease.expires_at_s = self._now_s() + self.lease_s
         return True
 
     def release(self, key: AttemptKey) -> bool:
         """End a lease. False: it had ended before, and nothing must be unpinned again."""
-        if self._leases.pop(key, None) is None:
-            self.num_late_notices += 1
-            return False
-        return True
-
-    def release_all(self, keys: Iterable[AttemptKey]) -> list[AttemptKey]:
-        """End those of these leases that exist (a peer was torn down); returns them."""
-        return [key for key in keys if self._leases.pop(key, None) is not None]
+        return self._leases.pop(key, None) is not None
 
     def expire(self) -> list[AttemptKey]:
         """End and return all leases whose time is over."""
@@ -87,16 +73,6 @@ class LeaseTable:
         for key in ended:
             del self._leases[key]
         return ended
-
-    def next_expiry_s(self) -> float | None:
-        """Seconds until `expire` has something to do if nothing is renewed and the clock runs; None: no lease."""
-        if not self._leases:
-            return None
-        now_s, lease_now_s = self._clock(), self._now_s()
-        first_s = min(
-            min(lease.expires_at_s - lease_now_s, lease.deadline_s - now_s) for lease in self._leases.values()
-        )
-        return max(0.0, first_s)
 
     def _now_s(self) -> float:
         return self._clock() - self._stood_still_s()

@@ -49,9 +49,9 @@ def test_renewal_gives_a_whole_lease_from_now(table, time):
 def test_granting_twice_is_one_lease(table, time):
     table.grant(A, deadline_s=time.now_s + 100)
     table.grant(A, deadline_s=time.now_s + 100)
-    assert table.keys() == [A]
+    assert len(table) == 1
     assert table.release(A)
-    assert table.keys() == []
+    assert len(table) == 0
 
 
 def test_clock_stands_still_while_the_bus_reader_is_disconnected(table, time):
@@ -70,14 +70,13 @@ def test_deadline_of_the_request_counts_while_the_clock_stands_still(table, time
     assert table.expire() == [A]
 
 
-def test_late_notices_are_counted_and_dropped(table, time):
+def test_late_notices_change_nothing(table, time):
     table.grant(A, deadline_s=time.now_s + 100)
     time.advance(11)
     assert table.expire() == [A]
     assert not table.renew(A)
     assert not table.release(A)
     assert not table.release(A)
-    assert table.num_late_notices == 3
     assert table.expire() == []
 
 
@@ -89,17 +88,3 @@ def test_leases_are_independent(table, time):
     assert table.expire() == [A]
     assert B in table
     assert A not in table
-
-
-def test_teardown_of_a_peer_ends_its_leases_and_no_others(table, time):
-    table.grant(A, deadline_s=time.now_s + 100)
-    assert table.release_all([A, B]) == [A]
-    assert len(table) == 0
-
-
-def test_next_expiry_tells_how_long_to_wait(table, time):
-    assert table.next_expiry_s() is None
-    table.grant(A, deadline_s=time.now_s + 4)
-    assert table.next_expiry_s() == 4.0
-    time.advance(5)
-    assert table.next_expiry_s() == 0.0

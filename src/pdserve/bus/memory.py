@@ -1,7 +1,7 @@
 """A server inside this process: the part of Redis that this package uses, for tests and for one process alone.
 
 It answers the same commands with the same replies and refusals; tests/bus/test_contract.py runs over both. It can be
-stopped, and started again, empty and under another `run_id`. Nothing leaves the process, nothing is kept.
+stopped, and come back or be started again, empty and under another `run_id`. Nothing leaves the process.
 """
 
 from __future__ import annotations
@@ -55,7 +55,12 @@ class MemoryServer:
         """Come up, empty, as another server than before."""
         self._values.clear()
         self._expiry_s.clear()
-        self.is_up, self.run_id = True, secrets.token_hex(20)
+        self.run_id = secrets.token_hex(20)
+        self.come_back()
+
+    def come_back(self) -> None:
+        """Be reachable again as the same server, as after a break of the network."""
+        self.is_up = True
 
     def stop(self) -> None:
         """Go away; running calls fail, and so do all later ones."""

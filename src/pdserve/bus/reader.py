@@ -51,10 +51,6 @@ class StreamReader:
         self._num_untrimmed = 0
         self._trimmed_s = 0.0
         self._deafness = Deafness(silence_s=BLOCK_S + SLACK_S, last_heard_s=bus.clock(), lost_since_s=bus.clock())
-        self.num_entries = 0
-        self.num_unreadable_entries = 0
-        self.num_failed_messages = 0
-        """Messages whose handler raised."""
 
     @property
     def is_connected(self) -> bool:
@@ -147,19 +143,16 @@ class StreamReader:
         return replies
 
     def _process(self, fields: dict[bytes, bytes]) -> None:
-        self.num_entries += 1
         self._num_untrimmed += 1
         try:
             messages = decode(fields.get(b"m", b""))
         except BusError as error:
-            self.num_unreadable_entries += 1
             _log.error("an entry of %s is skipped: %s", self._stream, error)
             return
         for message in messages:
             try:
                 self._handler(message)
             except Exception:
-                self.num_failed_messages += 1
                 _log.exception("handling of %s failed: a programming error", _about(message))
 
 

@@ -71,7 +71,7 @@ async def watch(bus: Bus) -> AsyncIterator[Seen]:
 
 
 def _streams(bus: Bus, view: RegistryView) -> list[str]:
-    inboxes = [bus.keys.inbox(worker.worker_id, worker.generation) for worker in view.workers.values()]
+    inboxes = [bus.keys.inbox(*worker.ref) for worker in view.workers.values()]
     return inboxes + [bus.keys.tokens(gateway_id) for gateway_id in view.gateways]
 
 
