@@ -94,6 +94,7 @@ class _Operator:
         )
         stop_on_signals(self._stop)  # kopf has taken them over
         await kopf.run_tasks(tasks, ignored=others)
+        self._stop.set()  # kopf ends of itself only by a signal that it caught before this process did
 
     @property
     def _watched(self) -> str:

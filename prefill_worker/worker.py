@@ -64,16 +64,16 @@ class PrefillPart:
         self._worker.attempts.start(attempt)
 
     def on_tokens(self, attempts: list[Attempt]) -> None:
-        """Add to each token 0 how long it took."""
+        """Add to each token 0 how long it took; a prompt that ends with it needs no decode worker."""
         now_s = self._worker.clock()
         for attempt in attempts:
             prefill_s = _prefill_s(attempt.sequence, now_s)
             attempt.timing = Timing(schedule_s=attempt.schedule_s, prefill_s=prefill_s)
+            if attempt.finished is not None:
+                self._offers.close(attempt.key)
 
     def on_step(self, output: StepOutput) -> None:
-        """Offer the blocks that the step completed, those of prompts that end with token 0 excepted."""
-        for sequence in output.finished:
-            self._offers.close(sequence.key)
+        """Offer the blocks that the step completed."""
         for sequence in output.progressed:
             if (attempt := self._worker.attempts.get(sequence.key)) is not None:
                 self._offers.progress(sequence, *attempt.first_token)

@@ -56,7 +56,7 @@ class Dispatcher:
         admission_limits: AdmissionLimits,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._bus, self._view, self._loop, self._sender = bus, view, dispatch_loop, sender
+        self._bus, self._view, self._dispatch_loop, self._sender = bus, view, dispatch_loop, sender
         self._observer, self._clock = observer, clock
         self._retry_limits, self._admission_limits = retry_limits, admission_limits
         self._exchange = Exchange(bus, view, dispatch_loop, sender.gateway_id, observer=observer, clock=clock)
@@ -66,7 +66,7 @@ class Dispatcher:
     @property
     def readiness(self) -> Readiness:
         """Whether any new request would be served (or held), why not, and how many are in hand."""
-        can_serve = any(self._loop.placement.router.usable(self._view.workers))
+        can_serve = any(self._dispatch_loop.placement.router.usable(self._view.workers))
         if self._is_draining:
             reason = ReadyReason.DRAINING
         elif not self._bus.is_up:
@@ -79,13 +79,13 @@ class Dispatcher:
             ready=reason is ReadyReason.READY,
             reason=reason,
             message=_NOT_READY.get(reason, "This gateway takes requests."),
-            load=ReadyLoad(num_running=self.num_inflight, num_waiting=len(self._loop.queue)),
+            load=ReadyLoad(num_running=self.num_inflight, num_waiting=len(self._dispatch_loop.queue)),
         )
 
     @property
     def max_total_tokens(self) -> int | None:
         """Prompt and output tokens that every pair can hold; None while there is no pair."""
-        prefill, decode = self._loop.placement.router.usable(self._view.workers)
+        prefill, decode = self._dispatch_loop.placement.router.usable(self._view.workers)
         usable = [worker.num_blocks * worker.block_size for worker in prefill]
         usable += [(worker.num_blocks - 1) * worker.block_size for worker in decode]
         return min([*usable, *(worker.max_model_len for worker in [*prefill, *decode])], default=None)
@@ -103,7 +103,7 @@ class Dispatcher:
             OverloadedError: the queue is full, or the wait would outlast the deadline.
             UnavailableError: no workers for it, no bus, or this gateway is shutting down.
         """
-        now_s, placement = self._clock(), self._loop.placement
+        now_s, placement = self._clock(), self._dispatch_loop.placement
         demand = Demand(request, placement.router.disaggregation.is_local(request))
         computing = placement.computing(demand, self._view.workers)
         refusal = admission.check(request, self._service(demand, computing, now_s), self._admission_limits)
@@ -142,10 +142,10 @@ class Dispatcher:
         """Do what is due, and tell the observer how much there is."""
         self._exchange.tick(self._clock())
         self._observer.set_load(
-            queued_requests=len(self._loop.queue),
-            queued_tokens=self._loop.queue.num_tokens,
+            queued_requests=len(self._dispatch_loop.queue),
+            queued_tokens=self._dispatch_loop.queue.num_tokens,
             inflight=self.num_inflight,
-            held=self._loop.num_held,
+            held=self._dispatch_loop.num_held,
         )
 
     async def _tick_forever(self) -> None:
@@ -158,7 +158,7 @@ class Dispatcher:
 
     def _service(self, demand: Demand, computing: list[WorkerRegistration], now_s: float) -> ServiceView:
         """What admission looks at; `computing`: the workers that may compute this prompt."""
-        queue, placement = self._loop.queue, self._loop.placement
+        queue, placement = self._dispatch_loop.queue, self._dispatch_loop.placement
         return ServiceView(
             now_s=now_s,
             num_queued_requests=len(queue),

@@ -1,6 +1,6 @@
-"""Between the live sequences and their workers: messages and time go in, actions come out and are performed.
+"""Step 3 of 8, and the return from steps 4 and 7: messages and time go in, actions come out and are performed.
 
-Step 3 of 8 of a request's way, and the return from steps 4 and 7. Before: dispatcher.py let a request in. After: jobs
+It stands between the live sequences and their workers. Before: dispatcher.py let a request in. After: jobs
 in workers' inboxes; and for what workers write to this gateway's stream, events in the request's `Generation`.
 
 What a message means is decided by the machine of the sequence that it is about (sequence_machine.py, recovery.py),

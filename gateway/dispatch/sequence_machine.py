@@ -173,6 +173,8 @@ class SequenceMachine:
             self.output.extend(fresh)
             logprobs = None if item.logprobs is None else item.logprobs[num_seen:]
             actions.append(Emit(TokensEvent(self.key.choice, known, fresh, logprobs)))
+            if holder is attempt.decode:
+                holder.state = SequenceState.RUNNING
         return actions + self._heard_tokens(attempt, holder, now_s) + self._try_finish(now_s)
 
     def on_finished(self, message: Finished, worker: WorkerRef, now_s: float) -> list[Action]:
@@ -275,13 +277,12 @@ class SequenceMachine:
 
     def _heard_tokens(self, attempt: Attempt, holder: Assignment, now_s: float) -> list[Action]:
         attempt.last_progress_s, holder.num_absences = now_s, 0
-        if holder is attempt.decode:
-            holder.state = SequenceState.RUNNING
         if holder.has_tokens:
             return []
         holder.is_seen = holder.has_tokens = True
         attempt.token0_s = attempt.token0_s or now_s
         if holder is attempt.decode:
+            holder.state = SequenceState.RUNNING
             return []
         actions = self.note_started(holder, now_s)
         holder.state = SequenceState.LEASED

@@ -34,13 +34,14 @@ async def chat_completions(frontend: Frontend, call: Call, fields: Fields) -> No
     Raises:
         RequestError: it is wrong, refused or failed.
     """
+    chat = read_chat(fields)
     options = read_chat_options(
         fields,
         vocab_size=frontend.card.vocab_size,
         draw_seed=frontend.draw_seed,
         has_timing_header=call.has_timing,
     )
-    chat, started_s = read_chat(fields), frontend.clock()
+    started_s = frontend.clock()
     prompt = await asyncio.get_running_loop().run_in_executor(frontend.executor, frontend.prompts.build, chat)
     frontend.observer.tokenized(frontend.clock() - started_s)
     answer = start(frontend, call, [prompt.token_ids], options, default_max_tokens=None, continues=False)

@@ -139,7 +139,7 @@ class Placement:
         self._num_unbound_blocks: Counter[str] = Counter()
 
     def has_workers(self, demand: Demand, workers: Workers) -> bool:
-        """Whether anybody could serve this demand, now or when there is room."""
+        """Whether any worker could serve this demand, now or when there is room."""
         if demand.is_local:
             return bool(demand.allowed_decode(self.router.ready(workers, Role.DECODE)))
         return bool(demand.allowed_pairs(self.router.pairs(workers))[0])

@@ -124,6 +124,10 @@ class SequenceState(_Tolerant):
     FINISHED = "finished"
     OTHER = "other"
 
+    @classmethod
+    def _missing_(cls, value: object) -> SequenceState:
+        return cls.WAITING if value == "preempted" else cls.OTHER  # as workers of version 0.1.0 call some that wait
+
 
 class Phase(enum.StrEnum):
     """Where a sequence was when something happened to it."""

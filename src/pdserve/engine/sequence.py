@@ -24,7 +24,7 @@ class Sequence:
     num_original_prompt_tokens: int
     sampling: SamplingParams
     priority: int = 0
-    """Lower is sooner; ageing raises it (scheduler)."""
+    """A sequence with a lower number goes sooner; ageing raises it (scheduler)."""
     cache_salt: str = ""
     arrival_s: float = 0.0
     """When it came, on the local monotonic clock."""

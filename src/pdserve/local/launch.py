@@ -1,4 +1,4 @@
-"""`python -m pdserve.local.launch PARENT_PID NICE COMMAND…`: become COMMAND, and die when the parent does.
+"""The shim in front of a child's command (`PARENT_PID NICE COMMAND…`): become COMMAND, and die when the parent does.
 
 A shim that replaces itself, because code between fork and exec is unsafe in a process with threads. The kernel sends
 SIGKILL when the *thread* that started this process ends, so start it from one that lives as long. COMMAND gets a

@@ -10,6 +10,8 @@ from pdserve.errors import ServiceError
 
 _NEVER_GIVEN_AWAY = range(20_000, 32_000)
 """Ports that the kernel gives to no connection on its way out, which could take one before its server starts."""
+_MAX_TRIES = 200
+"""Ports that are tried at random before the address itself is doubted."""
 _chance = random.SystemRandom()
 
 
@@ -30,15 +32,20 @@ def check_free(host: str, port: int) -> int:
     """Return `port`, or a free one for 0.
 
     Raises:
-        ServiceError: another program listens there.
+        ServiceError: another program listens there, or nothing can listen on `host`.
     """
     if port == 0:
-        while not is_free(host, port := _chance.choice(_NEVER_GIVEN_AWAY)):
-            pass
-        return port
+        return _any_free(host)
     if not is_free(host, port):
         raise ServiceError(f"port {port} on {host} is taken by another program: choose one with --port (0 = any free)")
     return port
+
+
+def _any_free(host: str) -> int:
+    for port in _chance.sample(_NEVER_GIVEN_AWAY, _MAX_TRIES):
+        if is_free(host, port):
+            return port
+    raise ServiceError(f"no server can listen on {host}: is it an address of this machine?")
 
 
 def free_ports(host: str, first: int) -> Iterator[int]:

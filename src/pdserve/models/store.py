@@ -62,7 +62,11 @@ def _locked(file: Path, progress: Callable[[str], None]) -> Iterator[None]:
 
 
 def _run(module: str, arguments: list[str], progress: Callable[[str], None]) -> None:
-    """A builder that outlived its starter would write beside the next one: the shim lets it die with us."""
+    """Run a builder in front of which the shim of local/launch.py lets it die with this process.
+
+    One that outlived its starter would write beside the next one. The shim is named here and not imported: local/ is
+    a layer above models/.
+    """
     shim = [sys.executable, "-m", "pdserve.local.launch", str(os.getpid()), "0"]
     last_lines: deque[str] = deque(maxlen=5)
     with subprocess.Popen(

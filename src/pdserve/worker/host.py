@@ -83,8 +83,11 @@ class WorkerHost:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(stop.wait(), self._heartbeat_s)
 
-    async def drain(self, timeout_s: float) -> None:
-        """Take nothing new, finish what is in hand for at most `timeout_s`, hand the rest back, deregister."""
+    async def drain(self, timeout_s: float, reason: FailReason = FailReason.DRAINING) -> None:
+        """Take nothing new, finish what is in hand for at most `timeout_s`, hand the rest back, deregister.
+
+        `reason` is told with what is handed back: a worker that drains of itself is no fault, one with a defect is.
+        """
         self._worker.take_no_more()
         end_s = self._clock() + timeout_s
         logger.info("draining: %d attempts in hand", self._worker.num_held)
@@ -98,7 +101,7 @@ class WorkerHost:
             logger.warning("drain time is over: handing %d attempts back", self._worker.num_held)
         try:
             async with asyncio.timeout(_ABANDON_S):
-                await self._worker.abandon(FailReason.DRAINING)
+                await self._worker.abandon(reason)
         except TimeoutError:
             logger.error("a step hangs: leaving without its end")
         try:
@@ -141,6 +144,6 @@ class WorkerHost:
         self._inbox.close()
         self._identity.renew()
         await self._transports.reopen(self._identity.ref)
-        self._worker.forget_hand_offs()
+        await self._worker.forget_hand_offs()
         self._registration.forget()
         self._inbox.open(self._identity.ref, self._worker.handle)

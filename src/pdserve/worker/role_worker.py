@@ -258,6 +258,7 @@ class RoleWorker:
             self.fail(attempt, reason, retryable=True)
         await self.engine_thread.call(lambda engine: None)
 
-    def forget_hand_offs(self) -> None:
-        """Drop every hand-off: the transports were torn down, and no READ is active any more."""
+    async def forget_hand_offs(self) -> None:
+        """Drop every hand-off and wait for the engine. The transports were torn down, so no READ is active any more."""
         self._part.forget_all()
+        await self.engine_thread.call(lambda engine: None)

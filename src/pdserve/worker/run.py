@@ -28,6 +28,7 @@ from pdserve.metrics.process import ProcessMetrics, render
 from pdserve.metrics.worker import WorkerMetrics
 from pdserve.process import listen_or_explain, read_faults, run_with_background, say_stage, stop_on_signals
 from pdserve.readiness import Readiness, ReadyLoad
+from pdserve.reasons import FailReason
 from pdserve.registration import Role
 from pdserve.settings import WorkerSettings
 from pdserve.transfer.choose import usable_transports
@@ -125,7 +126,7 @@ class _Worker:
             await run_with_background(self._serve(host, stop), background)
         except PdserveError:
             with contextlib.suppress(Exception):  # the reason is known, and gateways shall not wait for a timeout
-                await host.drain(0.0)
+                await host.drain(0.0, FailReason.RESTARTING)
             raise
         finally:
             await parts.transports.close()

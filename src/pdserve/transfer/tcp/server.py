@@ -73,7 +73,7 @@ class BlockServer:
         self._acceptor.start()
 
     def close(self) -> None:
-        """Hang up on everybody and wait for all threads. Again: nothing."""
+        """Close every connection and wait for all threads. Again: nothing."""
         with self._lock:
             self._is_closed = True
             connections = dict(self._connections)
