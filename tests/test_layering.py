@@ -46,6 +46,9 @@ MAY_IMPORT: dict[str, set[str]] = {
 bench, verify) stand above all of these."""
 
 ROOMS: dict[str, tuple[str, ...]] = {
+    "gateway": ("text", "generation", "observers", "http", "routing", "dispatch", "openai"),
+    "engine": ("sequence", "step_output", "fits", "kv", "sampling", "scheduling", "executors"),
+    "transfer": ("memory", "base", "descriptor", "digest", "tcp", "nixl", "pulls", "choose"),
     "operator": ("names", "clock", "digest", "facts", "api", "objects", "status", "sizing", "cluster"),
 }
 """Package → its rooms (folders or modules), the lowest first: each may import itself and those before it. What is not
