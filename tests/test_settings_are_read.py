@@ -124,7 +124,16 @@ def test_what_only_a_property_reads_counts_as_read_where_the_property_is() -> No
 
 
 def test_variables_of_the_environment_that_are_no_setting_are_read_somewhere() -> None:
-    folders = ("gateway", "operator", "prefill_worker", "decode_worker", "kernels", "src", "tests/cluster")
+    folders = (
+        "gateway",
+        "operator",
+        "prefill_worker",
+        "decode_worker",
+        "kernels",
+        "src",
+        "tests/cluster",
+        "tests/bench",
+    )
     texts = [file.read_text(encoding="utf-8") for folder in folders for file in (ROOT / folder).rglob("*.py")]
     unread_names = [name for name in ENVIRONMENT_ONLY if not any(f'"PDS_{name}"' in text for text in texts)]
     assert unread_names == ["CONFIG"], "that one is read by `load` itself"

@@ -3,6 +3,7 @@ from __future__ import annotations
 import gzip
 import json
 import lzma
+import os
 from pathlib import Path
 
 import pytest
@@ -107,3 +108,23 @@ def test_a_bad_file_is_an_error_that_names_what_was_found(
 def test_a_missing_file_is_a_trace_error(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match=r"none\.csv"):
         read_trace(tmp_path / "none.csv")
+
+
+@pytest.mark.skipif("PDS_TRACES" not in os.environ, reason="PDS_TRACES names no folder of public traces")
+@pytest.mark.parametrize(
+    ("name", "num_requests", "span_min", "mean_input", "mean_output"),
+    [
+        ("azure2023_code.csv.gz", 8_819, 57.3, 2048, 27.9),
+        ("azure2023_conv.csv.gz", 19_366, 58.4, 1155, 211),
+        ("mooncake_conversation.jsonl.xz", 12_031, 59.0, 12_035, 343),
+    ],
+)
+def test_public_traces_are_read_with_the_numbers_that_their_publishers_state(
+    name: str, num_requests: int, span_min: float, mean_input: float, mean_output: float
+) -> None:
+    trace = read_trace(Path(os.environ["PDS_TRACES"]) / name)
+    inputs, outputs = zip(*lengths(trace), strict=True)
+    assert len(trace.requests) == num_requests
+    assert trace.requests[-1].at_s / 60 == pytest.approx(span_min, abs=0.1)
+    assert sum(inputs) / num_requests == pytest.approx(mean_input, rel=0.001)
+    assert sum(outputs) / num_requests == pytest.approx(mean_output, rel=0.003)

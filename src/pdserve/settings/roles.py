@@ -20,5 +20,6 @@ ENVIRONMENT_ONLY = {
     "FAULTS": "Test hooks: 1, or a JSON object of faults that the process makes on purpose.",
     "PRODUCTION": "When it is set, a process with test hooks refuses to start.",
     "KUBE_BINARIES": "Folder of the Kubernetes binaries that the cluster tests start.",
+    "TRACES": "Folder of public request traces that tests read.",
 }
 """Name after `PDS_` → what it says. They are read where they matter, and are neither flags nor settings."""
