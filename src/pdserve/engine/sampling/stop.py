@@ -7,8 +7,8 @@ from pdserve.engine.sequence import Sequence
 from pdserve.reasons import FinishReason
 
 
-def check_stop(sequence: Sequence, eos_token_ids: frozenset[int], max_model_len: int) -> bool:
-    """Set `finish_reason` (and `stop_token_id`) when the newest token is the last one; whether it is.
+def check_stop(sequence: Sequence, eos_token_ids: frozenset[int], max_model_len: int) -> None:
+    """Set `finish_reason` (and `stop_token_id`) when the newest token is the last one.
 
     All counts are from the original prompt, so that an attempt that continues another ends where the first would.
     """
@@ -18,4 +18,3 @@ def check_stop(sequence: Sequence, eos_token_ids: frozenset[int], max_model_len:
         sequence.finish_reason, sequence.stop_token_id = FinishReason.STOP, newest
     elif num_output_tokens >= sequence.sampling.max_tokens or sequence.num_tokens >= max_model_len:
         sequence.finish_reason = FinishReason.LENGTH
-    return sequence.finish_reason is not None
