@@ -99,6 +99,7 @@ def test_a_client_that_leaves_before_the_first_token_frees_prefill_within_a_seco
         assert time.monotonic() - left_s < 2.0, service.ledgers()
 
 
+@pytest.mark.alone  # where workers starve, their heartbeats come late and the storm is refused with 503
 @pytest.mark.timeout(300)
 def test_1000_requests_cancelled_at_random_points_leave_nothing_behind(service: PrivateService, model: str) -> None:
     asyncio.run(storm(service.url, model, 60))  # every stream of the bus exists
