@@ -18,7 +18,18 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "pdserve"
 
-FOUNDATION = {"errors", "ids", "messages", "reasons", "readiness", "sampling_params", "registration", "log", "mailbox"}
+FOUNDATION = {
+    "addresses",
+    "errors",
+    "ids",
+    "messages",
+    "reasons",
+    "readiness",
+    "sampling_params",
+    "registration",
+    "log",
+    "mailbox",
+}
 """Modules that everybody may import, and that import nobody but each other."""
 SHARED = FOUNDATION | {"settings", "faults", "metrics", "bus", "models", "http_server", "process"}
 """Torch-free modules that every process shares."""

@@ -18,11 +18,13 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from pdserve.addresses import bind, listen_on, peer_host
+
 ABORT = "pdserve.abort"
 """Scope extension: closes the connection at once and forgets what it has not written."""
 MAX_HEAD_BYTES = 64 * 1024
 """Path and headers of one request, give or take what arrives together."""
-_BACKLOG = 2048
+BACKLOG = 2048
 
 
 def listen(host: str, port: int, *, is_shared: bool = False) -> socket.socket:
@@ -31,25 +33,18 @@ def listen(host: str, port: int, *, is_shared: bool = False) -> socket.socket:
     Raises:
         OSError: the address is in use or not ours.
     """
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    sock = socket.socket(family, kind, protocol)
+    sock = bind(host, port, is_shared=is_shared)
     try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if is_shared:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        sock.bind(address)
-        sock.listen(_BACKLOG)
-        sock.setblocking(False)
+        return listen_on(sock, BACKLOG)
     except BaseException:
         sock.close()
         raise
-    return sock
 
 
 def url_of(sock: socket.socket, host: str | None = None) -> str:
-    """`http://host:port` of a listening socket."""
+    """`http://host:port` of a listening socket; one on every address is told by an address that peers can reach."""
     bound, port = sock.getsockname()[:2]
-    name = host or bound
+    name = host or peer_host(bound)
     return f"http://{f'[{name}]' if ':' in name else name}:{port}"
 
 

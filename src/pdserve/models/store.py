@@ -67,16 +67,16 @@ def _run(module: str, arguments: list[str], progress: Callable[[str], None]) -> 
     One that outlived its starter would write beside the next one. The shim is named here and not imported: local/ is
     a layer above models/.
     """
-    shim = [sys.executable, "-m", "pdserve.local.launch", str(os.getpid()), "0"]
+    shim = [sys.executable, "-P", "-m", "pdserve.local.launch", str(os.getpid()), "0"]
     last_lines: deque[str] = deque(maxlen=5)
     with subprocess.Popen(
-        [*shim, sys.executable, "-m", module, *arguments],
+        [*shim, sys.executable, "-P", "-m", module, *arguments],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-        env={**os.environ, "PYTHONWARNINGS": "ignore", "TQDM_DISABLE": "1"},
+        env={**os.environ, "PYTHONWARNINGS": "ignore", "TQDM_DISABLE": "1", "PYTHONSAFEPATH": "1"},
     ) as process:
         try:
             for line in process.stdout or ():
