@@ -290,7 +290,7 @@ class SequenceMachine:
     def ask_resend(self, holder: Assignment, now_s: float) -> list[Action]:
         """Ask for what is behind the last known token again, but not all the time.
 
-        While log-probabilities of the prompt are missing, whoever computed the prompt is asked.
+        While log-probabilities of the prompt are missing, the worker that computed the prompt is asked.
         """
         attempt = self.attempt
         assert attempt is not None, f"{self.key} has no attempt"

@@ -64,7 +64,7 @@ class ChoiceOutput:
         self.delta = Delta()
         """What `take` would hand out now."""
         self.prompt_logprobs: list[TokenLogprobs] = []
-        """Of the prompt's tokens from its second one on, complete with the first event; empty unless asked for."""
+        """One for each prompt token from the second one on, complete with the first event; empty unless asked for."""
         self._detokenizer, self._stops = detokenizer, stops
         self._terminal_ids, self._hidden_ids = terminal_ids, hidden_ids
         self._has_logprobs, self._min_tokens = has_logprobs, min_tokens

@@ -170,7 +170,7 @@ class Generation:
         self.num_cached_tokens = 0
         """Prompt tokens of choice 0 that the prefill worker did not have to compute."""
         self.prompt_logprobs: list[TokenLogprobs] = []
-        """Of the prompt's tokens from its second one on, as far as they came; empty unless asked for."""
+        """One for each prompt token from the second one on, as far as they came; empty unless asked for."""
         self.wake = asyncio.Event()
         """Set when there is something to take; a reader of several generations lets them share one."""
         self._open_choices = set(range(request.n))

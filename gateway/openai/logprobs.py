@@ -58,7 +58,7 @@ class CompletionLogprobs:
             self.offset += len(entry.text)
         return {
             "tokens": [entry.text for entry in entries],
-            "token_logprobs": [entry.logprobs and finite_logprob(entry.logprobs.logprob) for entry in entries],
+            "token_logprobs": [_logprob(entry) for entry in entries],
             "top_logprobs": [self._top(entry) for entry in entries],
             "text_offset": offsets,
         }
@@ -77,6 +77,10 @@ class CompletionLogprobs:
         for token_id, logprob in zip(logprobs.top_token_ids, logprobs.top_logprobs, strict=True):
             best.setdefault(_shown(token_id, entry, self.bytes_of), finite_logprob(logprob))
         return best
+
+
+def _logprob(entry: TokenEntry) -> float | None:
+    return None if entry.logprobs is None else finite_logprob(entry.logprobs.logprob)
 
 
 def _shown(token_id: int, entry: TokenEntry, bytes_of: BytesOf) -> str:
@@ -105,7 +109,7 @@ def _first_of(entry: TokenLogprobs, num_top: int) -> TokenLogprobs:
 def prompt_logprobs(
     token_ids: list[int], logprobs: list[TokenLogprobs], num_top: int, bytes_of: BytesOf
 ) -> list[dict[str, Any] | None]:
-    """For each prompt token its own id and the likeliest ones, each with log-probability, rank and text."""
+    """Each prompt token's own id and the likeliest ones, with log-probability, rank and text; null for the first."""
 
     def told(token_id: int, logprob: float, rank: int) -> dict[str, Any]:
         text = bytes_of(token_id).decode("utf-8", "replace")

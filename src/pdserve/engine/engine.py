@@ -18,11 +18,11 @@ from pdserve.engine.kv.block_pool import BlockPool, BlockState, Holder, LedgerRe
 from pdserve.engine.kv.block_tables import holder_of
 from pdserve.engine.kv.leases import Leases
 from pdserve.engine.receiving import Receiving
-from pdserve.engine.sampling.logprobs import Scores, score_prompts
 from pdserve.engine.sampling.sampler import SampledToken, sample
 from pdserve.engine.sampling.stop import check_stop
 from pdserve.engine.scheduling.scheduler import Schedule, Scheduler, work_of
 from pdserve.engine.scheduling.step_time import StepTimeModel
+from pdserve.engine.scoring import Scores, score_prompts
 from pdserve.engine.sequence import Sequence
 from pdserve.engine.step_output import StepOutput
 from pdserve.messages import AttemptKey, TokenLogprobs

@@ -49,7 +49,7 @@ class Attempt:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     num_sent: int = 0
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """Of the prompt's tokens from its second one on, as far as they are computed; empty unless asked for."""
+    """One for each prompt token from the second one on, as far as they are computed; empty unless asked for."""
     num_prompt_logprobs_sent: int = 0
     timing: Timing | None = None
     """Sent with the next tokens."""

@@ -1,29 +1,21 @@
 """Log-probabilities of tokens: the model's own, before penalties and temperature, with the best alternatives.
 
-For tokens that were sampled, and for those of prompts that are scored: each row of a prompt's logits says how likely
-the prompt's next token is.
+For tokens that were sampled, and for those of prompts that are scored. Pure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-from pdserve.engine.executors.base import SequenceSlice
-from pdserve.engine.sequence import Sequence
 from pdserve.messages import TokenLogprobs
 
 MIN_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON cannot carry."""
-_ROWS_AT_ONCE = 64
-"""Rows of a prompt's logits that are normalised together: bounds the copies of them."""
-
-Scores = list[tuple[Sequence, list[TokenLogprobs]]]
 
 
-def logprobs_of(logits: Tensor, token_ids: Tensor, counts: Rows[int]) -> list[TokenLogprobs]:
+def logprobs_of(logits: Tensor, token_ids: Tensor, counts: Sequence[int]) -> list[TokenLogprobs]:
     """What is told of one token a row.
 
     Args:
@@ -49,39 +41,4 @@ def logprobs_of(logits: Tensor, token_ids: Tensor, counts: Rows[int]) -> list[To
                 rank=rank,
             )
         )
-    return result
-
-
-def score_prompts(logits: Tensor, batch: list[SequenceSlice]) -> tuple[Tensor, Scores]:
-    """Take the rows of scored prompts out of a step's logits.
-
-    Args:
-        logits: fp32 `[sum of the slices' num_logits, vocab_size]`.
-        batch: slices whose tags are their sequences.
-
-    Returns:
-        The rows that sample, and the log-probabilities of each scored sequence's next prompt tokens.
-    """
-    sampling: list[int] = []
-    scores: Scores = []
-    end = 0
-    for piece in batch:
-        start, end = end, end + piece.num_logits
-        if piece.samples:
-            sampling.append(end - 1)
-        if piece.num_scored:
-            num_rows = piece.num_logits - int(piece.samples)
-            scores.append((piece.tag, _score(piece.tag, logits[start : start + num_rows])))
-    return logits[sampling], scores
-
-
-def _score(sequence: Sequence, logits: Tensor) -> list[TokenLogprobs]:
-    """Log-probabilities of the sequence's prompt tokens from `num_scored_tokens` on, one for each row."""
-    count, first = sequence.sampling.prompt_logprobs, sequence.num_scored_tokens
-    assert count is not None, sequence.key
-    result: list[TokenLogprobs] = []
-    for start in range(0, len(logits), _ROWS_AT_ONCE):
-        rows = logits[start : start + _ROWS_AT_ONCE]
-        targets = sequence.prompt_token_ids[first + start : first + start + len(rows)]
-        result += logprobs_of(rows, torch.tensor(targets, device=logits.device), [count] * len(rows))
     return result
