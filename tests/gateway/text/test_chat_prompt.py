@@ -13,16 +13,17 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from pdserve.errors import InvalidRequestError, ModelError
-from pdserve.gateway.text.chat_prompt import Chat, ChatPrompts, ChatTemplate
+from pdserve.gateway.text.chat_prompt import Chat, ChatPrompts
 from pdserve.gateway.text.tokenizer import ModelTokenizer
 from pdserve.models.card import ModelCard
+from pdserve.templating.chat_template import ChatTemplate
 
 
 @cache
 def prompts(tokenizer: str, template: str) -> ChatPrompts:
     compiled = ChatTemplate(TEMPLATES[template], SPECIAL_TOKENS)
     backend = TOKENIZERS[tokenizer]()
-    return ChatPrompts(ModelTokenizer(backend, SPECIAL_TOKENS, compiled.output_literals), compiled)
+    return ChatPrompts(ModelTokenizer(backend, SPECIAL_TOKENS, compiled.literals), compiled)
 
 
 @cache
