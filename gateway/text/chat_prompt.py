@@ -16,6 +16,7 @@ import secrets
 from collections import Counter, deque
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 _FIELDS = frozenset({"role", "content", "tool_calls", "tool_call_id", "name", *_REASONING_NAMES})
 RESERVED_NAMES = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
 """Template variables that have request fields of their own."""
-_MAX_FORMS = 12
+_MAX_RENDERINGS = 16
 _MAX_QUOTED = 200
 _ONE_SOURCE = re.compile(r"(.)\1*", re.DOTALL)
 
@@ -105,38 +106,63 @@ class ChatPrompts:
 # --- one conversation on its way through a template
 
 
+_NULL = "a content that is null is null where a template asks, not an empty text"
+_REASONING = "thoughts also stand under the names that templates read, not only under the client's"
+_ARGUMENTS = "arguments of tool calls are objects, not JSON texts"
+
+
+class _Content(Enum):
+    """How a message's content is shown: as a string, as the parts that it came in, or as one part."""
+
+    STRING = 0
+    PARTS = 1
+    ONE_PART = 2
+
+    @property
+    def next(self) -> _Content:
+        """What to try instead."""
+        return {_Content.PARTS: _Content.STRING, _Content.STRING: _Content.ONE_PART}.get(self, _Content.PARTS)
+
+
 @dataclass(frozen=True)
 class _Form:
     """One way to show a conversation to a template."""
 
-    has_parts: tuple[bool, ...]
-    """For each message: whether its content is a list of parts."""
-    names_reasoning: bool = True
-    """Thoughts also stand under the names that templates read, not only under the client's."""
-    parses_arguments: bool = True
-    """Arguments of tool calls are objects, not JSON texts."""
+    contents: tuple[_Content, ...]
+    """Of each message."""
+    without: frozenset[str] = frozenset()
+    """Which of the aids above the template does not get this time."""
 
-    def others(self, roles: list[str]) -> list[_Form]:
-        """What to try when a template fails on this form: what such templates are known to want."""
-        users = tuple(role == "user" for role in roles)
-        choices = [(False,) * len(roles), (True,) * len(roles), users, tuple(not user for user in users)]
+    def others(self, roles: list[str], aids: list[str]) -> list[_Form]:
+        """What to try when a template fails on this form: what such templates are known to want.
+
+        `aids`: those that make a difference for this conversation.
+        """
+        string, parts = _Content.STRING, _Content.PARTS
+        choices = [
+            (string,) * len(roles),
+            (parts,) * len(roles),
+            tuple(parts if role == "user" else string for role in roles),
+            tuple(string if role == "user" else parts for role in roles),
+        ]
         return [
-            *(replace(self, has_parts=choice) for choice in choices),
-            replace(self, names_reasoning=False),
-            replace(self, parses_arguments=False),
+            *(replace(self, contents=choice) for choice in choices),
+            *(replace(self, without=self.without | {aid}) for aid in aids),
         ]
 
-    def flipped(self, messages: Container[int]) -> _Form:
-        """The same with the contents of these messages in the other form."""
-        return replace(self, has_parts=tuple(has != (n in messages) for n, has in enumerate(self.has_parts)))
+    def changed(self, messages: Container[int]) -> _Form:
+        """The same with the contents of these messages in another form."""
+        changed = (shown.next if n in messages else shown for n, shown in enumerate(self.contents))
+        return replace(self, contents=tuple(changed))
 
 
 class _FormRefusedError(Exception):
     """The template does not render one form; `error` is the client's if there is no other."""
 
-    def __init__(self, error: InvalidRequestError) -> None:
+    def __init__(self, error: InvalidRequestError, index: int) -> None:
+        """`index`: of the message at which the template failed."""
         super().__init__(error.message)
-        self.error = error
+        self.error, self.index = error, index
 
 
 class _ShownMessage(dict[str, Any]):
@@ -148,7 +174,7 @@ class _ShownMessage(dict[str, Any]):
         self._index, self._last_read = index, last_read
 
     def __getitem__(self, name: str) -> Any:
-        self._last_read[:] = [self._index]
+        self._last_read[0] = self._index
         return super().__getitem__(name)
 
 
@@ -160,6 +186,12 @@ class _Rendering:
         self._messages = [_cleaned(message, template) for message in chat.messages]
         self._roles: list[str] = [message["role"] for message in self._messages]
         self._sizes = [_num_visible("".join(_texts(message))) for message in self._messages]
+        matters = {
+            _NULL: any(message["content"] is None for message in self._messages),
+            _REASONING: any(name in message for message in self._messages for name in _REASONING_NAMES),
+            _ARGUMENTS: any("tool_calls" in message for message in self._messages),
+        }
+        self._aids = [aid for aid, does_matter in matters.items() if does_matter]
         self._variables = trace(dict(chat.variables))
         self._tools, self._documents = trace(chat.tools), trace(chat.documents)
 
@@ -169,35 +201,35 @@ class _Rendering:
         Raises:
             InvalidRequestError: there is none.
         """
-        forms = deque([_Form(tuple(isinstance(message["content"], list) for message in self._messages))])
-        seen = set(forms)
+        sent = (isinstance(message["content"], list) for message in self._messages)
+        first = _Form(tuple(_Content.PARTS if is_list else _Content.STRING for is_list in sent))
+        forms, seen = deque([first]), {first}
         best: tuple[list[int], str] | None = None
-        failure: InvalidRequestError | None = None
-        while forms and len(seen) <= _MAX_FORMS:
+        failures: list[_FormRefusedError] = []
+        for _ in range(_MAX_RENDERINGS):
             form = forms.popleft()
             try:
                 rendered = self._render(form)
             except _FormRefusedError as refused:
-                failure = failure or refused.error
-                others = form.others(self._roles)
+                failures.append(refused)
+                others = form.others(self._roles, self._aids)
             else:
                 lost = self._lost(rendered)
                 if best is None or len(lost) < len(best[0]):
                     best = (lost, rendered)
-                if not lost:
-                    break
-                others = [form.flipped(lost)]
-            forms.extend(other for other in dict.fromkeys(others) if other not in seen)
+                others = [form.changed(lost)] if lost else []
+            forms.extend(other for other in others if other not in seen)
             seen.update(others)
+            if not forms or (best is not None and not best[0]):
+                break
         if best is None:
-            assert failure is not None, "a first form was tried"
-            raise failure
+            raise max(failures, key=lambda failure: failure.index).error
         self._check(best[0])
         return best[1]
 
     def _render(self, form: _Form) -> str:
         """The prompt in one form."""
-        last_read: list[int] = []
+        last_read = [-1]
         messages = [self._shown(index, form) for index in range(len(self._messages))]
         tag = f"continue-here-{secrets.token_hex(8)} "
         if self._chat.continue_final_message:
@@ -221,10 +253,13 @@ class _Rendering:
         return _cut_at_tag(text, tag) if self._chat.continue_final_message else text
 
     def _refused(self, last_read: list[int], what: str) -> _FormRefusedError:
-        name = f"messages[{last_read[0]}]" if last_read else "messages"
-        shown = f"{name} (role {self._roles[last_read[0]]})" if last_read else "these messages"
+        index = last_read[0]
+        shown, param = "these messages", "messages"
+        if index >= 0:
+            param = f"messages[{index}]"
+            shown = f"{param} (role {self._roles[index]})"
         sentence = "this model's chat template " + what.replace("{}", shown, 1)
-        return _FormRefusedError(InvalidRequestError(sentence, param=name))
+        return _FormRefusedError(InvalidRequestError(sentence, param=param), index)
 
     # --- what the template gets
 
@@ -234,15 +269,17 @@ class _Rendering:
         shown: Message = {name if name in _FIELDS else trace(name): trace(item) for name, item in message.items()}
         shown["role"] = message["role"]  # from a closed set, and part of the template's own tokens
         traced = [trace(text, message_source(index)) for text in texts]
-        if message["content"] is None:
+        if message["content"] is None and _NULL not in form.without:
             shown["content"] = NullText()
-        elif form.has_parts[index]:
+        elif form.contents[index] is _Content.PARTS:
             shown["content"] = [{"type": "text", "text": text} for text in traced]
         else:
-            shown["content"] = join("\n", traced)
+            text = join("\n", traced)
+            is_string = form.contents[index] is _Content.STRING
+            shown["content"] = text if is_string else [{"type": "text", "text": text}]
         if "tool_calls" in message:
-            shown["tool_calls"] = [_call(call, form.parses_arguments) for call in message["tool_calls"]]
-        return self._with_reasoning(shown) if form.names_reasoning else shown
+            shown["tool_calls"] = [_call(call, _ARGUMENTS not in form.without) for call in message["tool_calls"]]
+        return shown if _REASONING in form.without else self._with_reasoning(shown)
 
     def _with_reasoning(self, message: Message) -> Message:
         reasoning = next((message[name] for name in _REASONING_NAMES if name in message), None)
@@ -289,7 +326,7 @@ def _cleaned(message: Message, template: ChatTemplate) -> Message:
 
 def _texts(message: Message) -> list[str]:
     content = message["content"]
-    return [part["text"] for part in content] if isinstance(content, list) else [] if content is None else [content]
+    return [part["text"] for part in content] if isinstance(content, list) else [content or ""]
 
 
 def _call(call: Message, parses_arguments: bool) -> Message:
@@ -338,7 +375,8 @@ def _cut_at_tag(text: str, tag: str) -> str:
             InvalidRequestError(
                 "this model's chat template drops the last message, so it cannot be continued",
                 param="continue_final_message",
-            )
+            ),
+            index=-1,
         )
     is_trimmed = text[position : position + len(tag)] != tag
     return text[:position].rstrip() if is_trimmed else text[:position]

@@ -19,6 +19,7 @@ import jinja2.parser
 import jinja2.runtime
 import jinja2.tests
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
+from markupsafe import Markup
 
 from pdserve.errors import ModelError
 from pdserve.templating.traced_text import (
@@ -114,7 +115,7 @@ class _Environment(ImmutableSandboxedEnvironment):
             extensions=[_GenerationTag, jinja2.ext.loopcontrols],
         )
         self.filters = {name: _inheriting(function) for name, function in self.filters.items()}
-        self.filters |= {"tojson": to_json, "join": _join, "format": _format, "string": printed}
+        self.filters |= {"tojson": to_json, "join": _join, "format": _format, "string": printed, "indent": _indent}
         self.tests |= {name: _without_null(self.tests[name]) for name in ("string", "iterable", "sequence")}
         self.tests["none"] = lambda value: value is None or isinstance(value, NullText)
         self.globals["raise_exception"] = _raise_exception
@@ -158,11 +159,23 @@ def _join(environment: jinja2.Environment, value: Any, d: str = "", attribute: s
     return join(printed(d), items)
 
 
+def _indent(s: str, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
+    """Jinja's own, traced."""
+    indention = " " * width if isinstance(width, int) else width
+    lines = (printed(s) + "\n").splitlines()
+    shown = (
+        line if number == 0 or not (line or blank) else concat((indention, line)) for number, line in enumerate(lines)
+    )
+    return concat((indention if first else "", join("\n", shown)))
+
+
 def _inheriting(function: Callable[..., Any]) -> Callable[..., Any]:
     """A filter whose result is traced when its inputs are."""
 
     def filtered(*args: Any, **kwargs: Any) -> Any:
-        return inherit(function(*args, **kwargs), (*args[num_first:], *kwargs.values()))
+        result = function(*args, **kwargs)
+        plain = str.__str__(result) if isinstance(result, Markup) else result
+        return inherit(plain, (*args[num_first:], *kwargs.values()))
 
     passed = getattr(function, "jinja_pass_arg", None)
     num_first = 0 if passed is None else 1

@@ -195,13 +195,17 @@ def first_traced(value: Any) -> TracedText | None:
 def inherit(result: Any, inputs: tuple[Any, ...]) -> Any:
     """A result with the source of what it was made of, if that was traced and the result is not.
 
-    One as long as its first input (upper case, say) has that input's sources; another one is a client's throughout.
+    One as long as its first input (upper case, say) has that input's sources; another one has throughout the source of
+    the first text among the inputs. What shows a list or an object shows no message's text: it is a client's.
     """
-    if not isinstance(result, str) or isinstance(result, TracedText) or (traced := first_traced(inputs)) is None:
+    if not isinstance(result, str) or isinstance(result, TracedText) or first_traced(inputs) is None:
         return result
-    if traced is inputs[0] and len(traced) == len(result):
-        return TracedText(result, traced._sources)
-    source = next((source for source in traced._sources if source != TEMPLATE), CLIENT)
+    first = next((value for value in inputs if isinstance(value, TracedText) and value), None)
+    if first is None:
+        return TracedText(result, CLIENT * len(result))
+    if first is inputs[0] and len(first) == len(result):
+        return TracedText(result, first._sources)
+    source = next((source for source in first._sources if source != TEMPLATE), CLIENT)
     return TracedText(result, source * len(result))
 
 
