@@ -144,6 +144,7 @@ class _Form:
             (parts,) * len(roles),
             tuple(parts if role == "user" else string for role in roles),
             tuple(string if role == "user" else parts for role in roles),
+            (_Content.ONE_PART,) * len(roles),
         ]
         return [
             *(replace(self, contents=choice) for choice in choices),

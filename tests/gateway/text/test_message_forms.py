@@ -54,7 +54,10 @@ PART_LOOP = """
 FIRST_PART = """
 {%- for m in messages -%}{{- '<|im_start|>' + m.role + '\\n' + m.content[0].text + '<|im_end|>\\n' -}}{%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"""
-PLAIN = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}{{ '<|im_start|>assistant\n' }}"
+PLAIN = """
+{%- for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|>
+{% endfor %}{{ '<|im_start|>assistant\\n' }}"""
 TRIMMED = PLAIN.replace("m.content", "m.content | trim")
 PARTS_FOR_USERS = """
 {%- for m in messages -%}{{- '<|im_start|>' + m.role + '\\n' -}}
@@ -161,7 +164,8 @@ def test_a_text_that_a_template_changes_on_its_way_is_not_lost(source: str) -> N
 
 
 def test_history_may_be_left_out_as_templates_do() -> None:
-    source = "{% for m in messages %}{{ m.content.split('</think>')[-1] if m.role == 'assistant' else m.content }}{% endfor %}"
+    answer = "m.content.split('</think>')[-1]"
+    source = "{% for m in messages %}{{ " + answer + " if m.role == 'assistant' else m.content }}{% endfor %}"
     messages = [USER, {"role": "assistant", "content": "<think>secret</think>done"}, USER]
     assert render(source, messages) == "run lsdonerun ls"
 
@@ -235,7 +239,8 @@ def test_a_null_content_is_none_where_a_template_asks(source: str, arguments: An
         "{% for m in messages %}[{{ m.content if m.content is string else m.content[0].text }}]{% endfor %}",
         "{% for m in messages %}[{% if m.content is string %}{{ m.content }}{% elif m.content is iterable %}x{% else %}"
         "{{ raise_exception('Invalid content type') }}{% endif %}]{% endfor %}",
-        "{% for m in messages %}[{% if m.content is not none and m.content != none %}{{ m.content }}{% endif %}]{% endfor %}",
+        "{% for m in messages %}[{% if m.content is not none and m.content != none %}{{ m.content }}{% endif %}]"
+        "{% endfor %}",
         "{% for m in messages %}[{{ m.content or '' }}]{% endfor %}",
         "{% for m in messages %}[{% if m.content not in ['', none] %}{{ m.content }}{% endif %}]{% endfor %}",
         "{% for m in messages %}[{{ m['content'][0]['text'] if m.role == 'assistant' else m['content'] }}]{% endfor %}",
@@ -306,7 +311,8 @@ def test_arguments_are_json_however_a_template_writes_them(expression: str, argu
 
 
 def test_arguments_whose_members_are_listed_are_an_object() -> None:
-    source = "{% for m in messages %}{% for c in m.tool_calls %}{% for k, v in c.function.arguments.items() %}{{ k }}={{ v }};"
+    source = "{% for m in messages %}{% for c in m.tool_calls %}"
+    source += "{% for k, v in c.function.arguments.items() %}{{ k }}={{ v }};"
     source += (
         "{% endfor %}{% for k, v in c.function.arguments | items %}{{ k }}={{ v }};{% endfor %}{% endfor %}{% endfor %}"
     )
