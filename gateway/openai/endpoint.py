@@ -21,7 +21,7 @@ from pdserve.gateway.http.body import ClientGoneError, Fields, Receive, read_fie
 from pdserve.gateway.http.error_body import http_error, internal_error
 from pdserve.gateway.http.sse import Responder, Send, SlowClientError
 from pdserve.gateway.openai.frontend import Call, Frontend
-from pdserve.http_server import ABORT
+from pdserve.http_protocol import ABORT
 from pdserve.ids import RequestId
 from pdserve.log import get_logger
 from pdserve.reasons import Ending
