@@ -10,8 +10,6 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
-
 from pdserve.errors import InvalidRequestError
 from pdserve.gateway.generation.answer import ChoiceOutput, Delta
 from pdserve.gateway.http.body import Fields
@@ -115,7 +113,7 @@ def _content(fields: Fields, role: str) -> str | list[Message] | None:
         return content
     if content is None and role == "assistant":
         return None
-    if not isinstance(content, list) or not content:
+    if not isinstance(content, list):
         raise fields.refuse("content", "a string or a list of parts")
     path = fields.param("content")
     return [_part(Fields.of(part, f"{path}[{n}]")) for n, part in enumerate(content)]
@@ -133,18 +131,13 @@ def _part(fields: Fields) -> Message:
 
 
 def _tool_call(fields: Fields) -> Message:
-    """A call as templates take it: its arguments as an object, where clients send its JSON text."""
+    """A call with its arguments as JSON text (what clients send) or as an object."""
     function = fields.object("function")
     if function is None or not isinstance(function.get("name"), str):
         raise fields.refuse("function", "an object with name and arguments")
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            decoded = msgspec.json.decode(arguments or "{}")
-        except (msgspec.MsgspecError, RecursionError, UnicodeError):
-            decoded = arguments
-        arguments = decoded if isinstance(decoded, dict) else arguments
-    return {**fields.values, "function": {**function.values, "arguments": arguments}}
+    if not isinstance(function.get("arguments"), str | dict | None):
+        raise function.refuse("arguments", "a JSON text or an object")
+    return dict(fields.values)
 
 
 def _check_tools(fields: Fields) -> None:
