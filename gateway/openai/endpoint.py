@@ -47,6 +47,9 @@ class PostEndpoint:
         """Serve one request from its body to the end of its answer."""
         frontend = self.frontend
         headers = dict(scope["headers"])
+        if b"content-encoding" in headers:  # several lines are one list
+            lines = [value for name, value in scope["headers"] if name == b"content-encoding"]
+            headers[b"content-encoding"] = b",".join(lines)
         call = self._call(headers, send)
         abort = scope.get("extensions", {}).get(ABORT, _nothing)
         if not self.is_generation:

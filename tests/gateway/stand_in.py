@@ -204,12 +204,10 @@ def refuse_constant(name: str) -> float:
 
 
 def events_of(text: str) -> list[dict[str, Any] | str]:
-    """Parse a stream strictly: each event an id line and a data line, `[DONE]` as text."""
+    """Parse a stream strictly: each event an id line and a data line after comments, `[DONE]` as text."""
     events: list[dict[str, Any] | str] = []
     for block in text.removesuffix("\n\n").split("\n\n"):
-        if block.startswith(":"):
-            continue
-        id_line, data_line = block.split("\n")
+        id_line, data_line = [line for line in block.split("\n") if not line.startswith(":")]
         assert id_line.startswith("id: "), block
         assert id_line.endswith(f":{len(events)}"), block
         assert data_line.startswith("data: "), block
