@@ -75,9 +75,13 @@ def _accept_spellings(router: Router) -> None:
 
 def _spellings(path: str) -> list[str]:
     """Other ways to write a path, the likeliest first."""
-    bare = path.removesuffix("/")
-    other = bare.removeprefix("/v1") if bare.startswith("/v1/") else f"/v1{bare}"
-    return [spelling for spelling in (bare, other) if spelling not in (path, "") and "/v1/v1" not in path]
+    bare, prefix = path.removesuffix("/"), "/v1"
+    other = bare.removeprefix(prefix)
+    if other == bare:
+        other = prefix + bare
+    elif other.startswith(f"{prefix}/"):
+        return []  # once is enough
+    return [spelling for spelling in (bare, other) if spelling not in (path, "")]
 
 
 # --- errors

@@ -21,8 +21,8 @@ CHUNKED = b"Transfer-Encoding: chunked\r\n\r\n5\r\n%s\r\n%x\r\n%s\r\n0\r\n\r\n" 
 
 
 async def echo(scope: Any, receive: Any, send: Any) -> None:
-    """Answers with the method and the body that came; /stream in two pieces of unknown length, /wait after a moment."""
-    body, has_more = b"", True
+    """Answers method and body; /stream in pieces of unknown length, /wait after a moment, /early before the body."""
+    body, has_more = b"", scope["path"] != "/early"
     while has_more:
         message = await receive()
         body += message.get("body", b"")
@@ -151,6 +151,22 @@ async def test_an_offer_with_expect_continue_gets_its_body_asked_for() -> None:
         assert await connection.reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
         await connection.send(BODY)
         assert (await connection.answer())[1] == b"POST " + BODY
+
+
+async def test_an_answer_without_asking_for_the_body_ends_the_connection() -> None:
+    async with connected() as connection:
+        await connection.send(b"POST /early HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: 9\r\n\r\n")
+        rest = await connection.rest()
+    assert rest.startswith(b"HTTP/1.1 200")
+    assert rest.endswith(b"\r\n\r\nPOST ")
+
+
+@pytest.mark.parametrize("how", ["one segment", "two segments", "many segments"])
+async def test_an_answer_before_the_body_has_come_leaves_the_connection_usable(how: str) -> None:
+    async with connected() as connection:
+        for _ in range(2):
+            await connection.send(*segments_of(b"POST /early HTTP/1.1\r\nHost: x\r\n", WITH_LENGTH, how))
+            assert (await connection.answer())[1] == b"POST "
 
 
 # --- HTTP/1.0

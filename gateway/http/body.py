@@ -88,7 +88,7 @@ async def _read(headers: Mapping[bytes, bytes], receive: Receive, max_bytes: int
         has_more = message.get("more_body", False)
     if is_too_large:
         pieces.clear()
-        if headers.get(b"expect", b"").lower() != b"100-continue":  # else nobody sends before being asked to
+        if num_bytes or headers.get(b"expect", b"").lower() != b"100-continue":  # else the client waits to be asked
             await _discard(receive, has_more)
         raise http_error(413, f"The request body is larger than {max_bytes} bytes.", code="body_too_large")
     return b"".join(pieces)

@@ -5,8 +5,8 @@ drops the body of such a request, so it gets the head once more without the offe
 
 HTTP/1.0 knows no chunks: a body whose length is not known ends with the connection.
 
-What is no HTTP at all is answered before any application sees it, in the shape that all errors have. Whoever is still
-being answered on that connection gets the whole answer first.
+What is no HTTP at all is answered before any application sees it, in the shape that all errors have. An answer
+that is due on that connection is sent first, whole.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def protocol_with(limits: ConnectionLimits) -> type[asyncio.Protocol]:
 
 
 class ClientProtocol(HttpToolsProtocol):
-    """One connection."""
+    """One connection from a client, with its limits."""
 
     _limits = ConnectionLimits()
 
@@ -126,6 +126,12 @@ class ClientProtocol(HttpToolsProtocol):
         if not self.parser.should_upgrade():
             super().on_message_complete()
             self._is_in_head, self._is_in_request, self._is_new_head = True, False, True
+
+    def on_response_complete(self) -> None:
+        """Close where the client waits to be asked for a body: it has its answer, and what it sends next is unclear."""
+        super().on_response_complete()
+        if self.expect_100_continue and not self._is_in_head:
+            self.transport.close()
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
         if cycle.scope["http_version"] == "1.0":
