@@ -14,7 +14,7 @@ from pdserve.errors import InvalidRequestError
 from pdserve.gateway.generation.answer import ChoiceOutput, Delta
 from pdserve.gateway.http.body import Fields
 from pdserve.gateway.openai.frontend import Call, Frontend
-from pdserve.gateway.openai.logprobs import BytesOf, chat_logprobs
+from pdserve.gateway.openai.logprobs import BytesOf, chat_logprobs, prompt_logprobs
 from pdserve.gateway.openai.options import MAX_LOGPROBS, MAX_TOKENS, Options, check_response_format, read_options
 from pdserve.gateway.openai.reply import Body, Envelope, send_answer, start
 from pdserve.gateway.text.chat_prompt import RESERVED_NAMES, Chat, Message
@@ -200,6 +200,7 @@ class ChatShape:
         self._envelope, self._bytes_of = envelope, bytes_of
         self._event_head = envelope.event_head(_CHUNK)
         self._has_logprobs = options.sampling.logprobs is not None
+        self._num_prompt_logprobs = options.sampling.prompt_logprobs
         self._has_token_ids = options.stream.has_token_ids
 
     def opening(self, output: ChoiceOutput) -> Body:
@@ -226,6 +227,13 @@ class ChatShape:
         body = self._envelope.whole(_WHOLE, [self._choice(output, delta) for output, delta in choices], usage)
         if self._has_token_ids:
             body["prompt_token_ids"] = self._envelope.prompt_token_ids[0]
+        if self._num_prompt_logprobs is not None:
+            body["prompt_logprobs"] = prompt_logprobs(
+                self._envelope.prompt_token_ids[0],
+                choices[0][0].prompt_logprobs,
+                self._num_prompt_logprobs,
+                self._bytes_of,
+            )
         return body
 
     def _event(self, output: ChoiceOutput, content: Body, delta: Delta | None = None) -> Body:

@@ -95,6 +95,9 @@ class ScriptedDispatcher:
     async def _play(self, generation: Generation) -> None:
         for choice in range(generation.request.n):
             generation.waterfall.note_dispatched(choice, time.monotonic())
+        request = generation.request
+        if request.sampling.prompt_logprobs is not None:
+            generation.add_prompt_logprobs(prompt_scores(request.prompt_token_ids, request.sampling.prompt_logprobs))
         await asyncio.gather(*[self._play_choice(generation, choice) for choice in range(generation.request.n)])
 
     async def _play_choice(self, generation: Generation, choice: int) -> None:
@@ -137,6 +140,16 @@ def _logprobs(request: GenerationRequest, token_id: int) -> TokenLogprobs:
     return TokenLogprobs(
         logprob=-0.25, top_token_ids=[token for token, _ in alternatives], top_logprobs=[lp for _, lp in alternatives]
     )
+
+
+def prompt_scores(token_ids: list[int], count: int) -> list[TokenLogprobs]:
+    """Token n has -n; the next id is likelier, the one after it masked."""
+    result = []
+    for place, token_id in enumerate(token_ids[1:], 1):
+        top = [(token_id + 1, -0.5), (token_id, -float(place)), (token_id + 2, float("-inf"))][:count]
+        ids, logprobs = [token for token, _ in top], [logprob for _, logprob in top]
+        result.append(TokenLogprobs(logprob=-float(place), top_token_ids=ids, top_logprobs=logprobs, rank=2))
+    return result
 
 
 @dataclass

@@ -58,7 +58,7 @@ BAD = {
     "return_token_ids": ["x"],
     "priority": [1.5, True, 2**31],
     "cache_salt": [5, "x" * 257],
-    "prompt_logprobs": [0, 1],
+    "prompt_logprobs": [-1, 21, 1.5, True, "1", []],
     "structured_outputs": [{"regex": "a"}],
     "logit_bias": [
         {"999999": 5},
@@ -158,8 +158,14 @@ def test_chats_own_fields_are_refused_by_name(fields: dict[str, Any], param: str
         ({"logprobs": 21}, "logprobs"),
         ({"logprobs": 10**6}, "logprobs"),
         ({"logprobs": -1}, "logprobs"),
-        ({"echo": True, "logprobs": 1}, "logprobs"),
-        ({"echo": True, "logprobs": 1, "max_tokens": 0}, "logprobs"),
+        ({"prompt_logprobs": 0, "stream": True}, "prompt_logprobs"),
+        ({"prompt_logprobs": 3, "stream": True, "echo": True, "logprobs": 1}, "prompt_logprobs"),
+        ({"echo": True, "logprobs": -1}, "logprobs"),
+        ({"echo": True, "logprobs": 21, "max_tokens": 0}, "logprobs"),
+        ({"echo": True, "logprobs": True}, "logprobs"),
+        ({"echo": True, "suffix": "end"}, "suffix"),
+        ({"echo": "yes"}, "echo"),
+        ({"prompt_logprobs": 1, "max_tokens": 0}, "max_tokens"),
         ({"echo": 1}, "echo"),
         ({"suffix": "x"}, "suffix"),
         ({"best_of": 2}, "best_of"),
@@ -288,4 +294,29 @@ def test_prompts_are_texts_or_ids_one_or_several() -> None:
 
 
 def test_only_echo_may_generate_nothing() -> None:
-    assert completion(echo=True, max_tokens=0).is_prompt_only
+    assert completion(echo=True, max_tokens=0).needs_no_worker
+    assert not completion(echo=True, max_tokens=0, logprobs=0).needs_no_worker
+    assert not completion(echo=True, max_tokens=0, prompt_logprobs=0).needs_no_worker
+
+
+@pytest.mark.parametrize(("fields", "scored", "shown"), [
+    ({"echo": True}, None, None),
+    ({"logprobs": 3}, None, None),
+    ({"echo": True, "logprobs": 3}, 3, 3),
+    ({"echo": True, "logprobs": 0, "max_tokens": 0}, 0, 0),
+    ({"prompt_logprobs": 0}, 0, 0),
+    ({"prompt_logprobs": 20, "logprobs": 3}, 20, 20),
+    ({"echo": True, "logprobs": 5, "prompt_logprobs": 2}, 5, 2),
+    ({"echo": True, "logprobs": 2, "prompt_logprobs": 5}, 5, 5),
+])  # fmt: skip
+def test_prompts_are_scored_for_echo_with_logprobs_and_for_prompt_logprobs(
+    fields: dict[str, Any], scored: int | None, shown: int | None
+) -> None:
+    request = completion(**fields)
+    assert request.options.sampling.prompt_logprobs == scored
+    assert request.num_prompt_logprobs == shown
+
+
+def test_a_chat_may_ask_for_its_prompts_log_probabilities() -> None:
+    assert chat(prompt_logprobs=4).options.sampling.prompt_logprobs == 4
+    assert chat().options.sampling.prompt_logprobs is None
