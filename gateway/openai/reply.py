@@ -44,7 +44,7 @@ class Envelope:
             "id": call.request_id,
             "object": "",
             "created": int(time.time()),
-            "model": frontend.card.served_name,
+            "model": call.model,
             "system_fingerprint": f"pdserve-{frontend.card.fingerprint[:12]}",
         }
         return cls(head, options.stream, prompts)
