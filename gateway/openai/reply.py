@@ -162,7 +162,7 @@ def _check_scores(prompts: Sequence[list[int]], options: Options) -> None:
     if num_numbers > MAX_PROMPT_LOGPROBS:
         raise InvalidRequestError(
             f"{sum(map(len, prompts))} prompt tokens, {1 + count} log-probabilities of each and n = {options.n} make "
-            f"{num_numbers} numbers, at most {MAX_PROMPT_LOGPROBS} are told at once; send fewer prompts or ask for less",
+            f"{num_numbers} numbers, at most {MAX_PROMPT_LOGPROBS} are told at once; send fewer prompts, ask for less",
             param="prompt_logprobs",
             code="invalid_value",
         )
