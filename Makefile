@@ -22,7 +22,7 @@ LOG := $(VENV)/setup.log
 SHOW := tee $(LOG) | awk '/^Collecting /{sub(/[^A-Za-z0-9_.-].*/, "", $$2); printf "%s%s", n++ ? " " : "    ", $$2; fflush()} /^(Installing collected|Building wheel)/{if (n) print ""; n=0; print "    " substr($$0, 1, 90) (length > 90 ? " …" : ""); fflush()}'
 CHECKED := || { echo; echo "setup failed; the end of $(LOG):"; grep -v 'is ignored' $(LOG) | tail -n 25; exit 1; }
 
-.PHONY: help setup up test test-cluster test-all kube-binaries lint bench docs modules clean
+.PHONY: help setup references up test test-cluster test-all kube-binaries lint bench docs modules clean
 
 help:
 	@echo "make up        start everything on this machine (ARGS='--prefill 2 --decode 2' adds arguments)"
@@ -34,10 +34,10 @@ help:
 	@echo "make bench     load test of a running service (ARGS='--url http://127.0.0.1:8000')"
 	@echo "make docs      rewrite what docs/ has from the code: modules.md, settings.md, metrics.md"
 	@echo "make modules   only docs/modules.md"
-	@echo "make setup     only the virtual environment in $(VENV)"
+	@echo "make setup     only the virtual environment in $(VENV), and packages that tests compare with"
 	@echo "make clean     remove caches and build products ($(VENV) stays)"
 
-setup: $(VENV)/.extension
+setup: $(VENV)/.extension references
 	@:
 
 $(VENV)/bin/python:
@@ -59,7 +59,11 @@ $(VENV)/.extension: $(CPU_KERNELS) | $(VENV)/.dependencies
 	    touch $@; \
 	fi
 
-up: setup
+references: $(VENV)/.extension
+	@$(VENV)/bin/python tests/reference_packages.py
+	@$(VENV)/bin/python tests/end_to_end/lm_eval_environment.py
+
+up: $(VENV)/.extension
 	@$(VENV)/bin/pdserve up $(ARGS)
 
 lint: setup

@@ -29,9 +29,20 @@ FOUNDATION = {
     "registration",
     "log",
     "mailbox",
+    "arguments",
 }
 """Modules that everybody may import, and that import nobody but each other."""
-SHARED = FOUNDATION | {"settings", "faults", "metrics", "bus", "models", "http_server", "process"}
+SHARED = FOUNDATION | {
+    "settings",
+    "faults",
+    "metrics",
+    "bus",
+    "models",
+    "http_protocol",
+    "http_server",
+    "process",
+    "templating",
+}
 """Torch-free modules that every process shares."""
 ENGINE = {"kernels", "engine"}
 WORKERS = SHARED | ENGINE | {"transfer", "worker"}
@@ -42,8 +53,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "metrics": FOUNDATION | {"bus"},
     "models": FOUNDATION,
     "bus": FOUNDATION | {"faults"},
-    "http_server": FOUNDATION,
+    "http_protocol": FOUNDATION,
+    "http_server": FOUNDATION | {"http_protocol"},
     "process": FOUNDATION | {"faults", "http_server"},
+    "templating": FOUNDATION,
     "kernels": FOUNDATION,
     "engine": FOUNDATION | {"kernels", "models", "metrics"},
     "transfer": FOUNDATION | {"models", "metrics", "engine", "kernels"},

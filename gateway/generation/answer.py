@@ -1,15 +1,16 @@
 """One request's choices as they grow: events of the dispatcher in, texts out. Used on the event loop only.
 
 A choice's way from token ids to text: stop tokens, detokenizing, stop strings, counting. Every piece of text passes
-the same pipeline, what is left at the end too. A token that may be the terminal one (end of sequence, stop token) is
-held until the next event tells: as the terminal one it counts, but shows no text.
+the same pipeline, what is left at the end too: it belongs to the last token that is not hidden. A token that may be
+the terminal one (end of sequence, stop token) is held until the next event tells: as the terminal one it counts, but
+shows no text.
 A request with several prompts is several generations, read together; the first failure ends them all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pdserve.errors import UnavailableError
 from pdserve.gateway.generation.request import FailedEvent, FinishedEvent, Generation, TokensEvent
@@ -21,14 +22,15 @@ from pdserve.reasons import CancelReason, FinishReason
 
 @dataclass(frozen=True, slots=True)
 class TokenEntry:
-    """A generated token with its log-probabilities, and the text that it brought."""
+    """A generated or echoed token with its log-probabilities, and the text that it brought."""
 
     token_id: int
     text: str
     """Joined over all tokens this is the text: a part of a character brings nothing, its last part all of it."""
     is_hidden: bool
     """A special token that is not shown, or the terminal token."""
-    logprobs: TokenLogprobs
+    logprobs: TokenLogprobs | None
+    """None: the first token of a prompt."""
 
 
 @dataclass(slots=True)
@@ -62,6 +64,8 @@ class ChoiceOutput:
         """How the choice ended; nothing is taken any more then."""
         self.delta = Delta()
         """What `take` would hand out now."""
+        self.prompt_logprobs: list[TokenLogprobs] = []
+        """One for each prompt token from the second one on, complete with the first event; empty unless asked for."""
         self._detokenizer, self._stops = detokenizer, stops
         self._terminal_ids, self._hidden_ids = terminal_ids, hidden_ids
         self._has_logprobs, self._min_tokens = has_logprobs, min_tokens
@@ -95,13 +99,20 @@ class ChoiceOutput:
                 self._accept([token_id], [logprobs])
         if self.finish_reason is None:
             rest = self._detokenizer.finish()
+            if rest and self.delta.entries:
+                entries, last = self.delta.entries, _last_shown(self.delta.entries)
+                entries[last] = replace(entries[last], text=entries[last].text + rest)
             self.delta.text += rest if stops is None else stops.push(rest) + stops.finish()
             is_stopped = stops is not None and stops.is_matched
             self.finish_reason = FinishReason.STOP if is_stopped else event.finish_reason
 
     def take(self) -> Delta:
-        """What is to be shown now."""
+        """What is to be shown now; a token with a part of a character waits, in case that the rest never comes."""
         delta, self.delta = self.delta, Delta()
+        if delta.entries and self.finish_reason is None and self._detokenizer.has_rest:
+            cut = _last_shown(delta.entries)  # with log-probabilities, entries and token ids go together
+            self.delta = Delta(token_ids=delta.token_ids[cut:], entries=delta.entries[cut:])
+            delta = Delta(delta.text, delta.token_ids[:cut], delta.entries[:cut])
         return delta
 
     def _accept(self, ids: list[int], logprobs: list[TokenLogprobs | None]) -> None:
@@ -124,6 +135,22 @@ class ChoiceOutput:
         self.delta.token_ids.append(token_id)
         if self._has_logprobs and logprobs is not None:
             self.delta.entries.append(TokenEntry(token_id, text, is_hidden, logprobs))
+
+
+class PromptOutput(ChoiceOutput):
+    """A choice of which the prompt alone is wanted: what is sampled behind it is not shown and not counted."""
+
+    def push(self, event: TokensEvent) -> None:
+        """Drop the token behind the prompt."""
+
+    def finish(self, event: FinishedEvent) -> None:
+        """Take in the end."""
+        self.finish_reason = FinishReason.LENGTH
+
+
+def _last_shown(entries: Sequence[TokenEntry]) -> int:
+    """Place of the last entry whose token is not hidden."""
+    return next((n for n in reversed(range(len(entries))) if not entries[n].is_hidden), len(entries) - 1)
 
 
 TokensObserver = Callable[[float | None, int], None]
@@ -155,6 +182,8 @@ class Answer:
         self._n = len(outputs) // len(generations)
         self._clock, self._on_tokens = clock, on_tokens
         self._arrivals: dict[int, _Arrivals] = {}
+        for output in outputs:
+            output.prompt_logprobs = generations[output.index // self._n].prompt_logprobs
         self._wake = generations[0].wake
         for generation in generations:
             generation.wake = self._wake

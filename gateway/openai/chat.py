@@ -10,13 +10,11 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
-
 from pdserve.errors import InvalidRequestError
 from pdserve.gateway.generation.answer import ChoiceOutput, Delta
 from pdserve.gateway.http.body import Fields
 from pdserve.gateway.openai.frontend import Call, Frontend
-from pdserve.gateway.openai.logprobs import BytesOf, chat_logprobs
+from pdserve.gateway.openai.logprobs import BytesOf, chat_logprobs, prompt_logprobs
 from pdserve.gateway.openai.options import MAX_LOGPROBS, MAX_TOKENS, Options, check_response_format, read_options
 from pdserve.gateway.openai.reply import Body, Envelope, send_answer, start
 from pdserve.gateway.text.chat_prompt import RESERVED_NAMES, Chat, Message
@@ -113,7 +111,7 @@ def _content(fields: Fields, role: str) -> str | list[Message] | None:
     content = fields.get("content")
     if isinstance(content, str):
         return content
-    if content is None and role == "assistant":
+    if content in (None, []) and role == "assistant":
         return None
     if not isinstance(content, list) or not content:
         raise fields.refuse("content", "a string or a list of parts")
@@ -133,18 +131,13 @@ def _part(fields: Fields) -> Message:
 
 
 def _tool_call(fields: Fields) -> Message:
-    """A call as templates take it: its arguments as an object, where clients send its JSON text."""
+    """A call with its arguments as JSON text (what clients send) or as an object."""
     function = fields.object("function")
     if function is None or not isinstance(function.get("name"), str):
         raise fields.refuse("function", "an object with name and arguments")
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            decoded = msgspec.json.decode(arguments or "{}")
-        except (msgspec.MsgspecError, RecursionError, UnicodeError):
-            decoded = arguments
-        arguments = decoded if isinstance(decoded, dict) else arguments
-    return {**fields.values, "function": {**function.values, "arguments": arguments}}
+    if not isinstance(function.get("arguments"), str | dict | None):
+        raise function.refuse("arguments", "a JSON text or an object")
+    return dict(fields.values)
 
 
 def _check_tools(fields: Fields) -> None:
@@ -169,8 +162,11 @@ def _variables(fields: Fields) -> dict[str, Any]:
     given = fields.object("chat_template_kwargs")
     variables = {} if given is None else dict(given.values)
     effort = fields.text("reasoning_effort", max_length=32)
-    if effort is not None:
-        variables.setdefault("reasoning_effort", effort)
+    if effort is not None and variables.setdefault("reasoning_effort", effort) != effort:
+        raise InvalidRequestError(
+            "reasoning_effort is in the request and, with another value, in chat_template_kwargs: choose one",
+            param="chat_template_kwargs",
+        )
     reserved = next((name for name in variables if name in RESERVED_NAMES), None)
     if reserved is not None:
         raise InvalidRequestError(
@@ -204,6 +200,7 @@ class ChatShape:
         self._envelope, self._bytes_of = envelope, bytes_of
         self._event_head = envelope.event_head(_CHUNK)
         self._has_logprobs = options.sampling.logprobs is not None
+        self._num_prompt_logprobs = options.sampling.prompt_logprobs
         self._has_token_ids = options.stream.has_token_ids
 
     def opening(self, output: ChoiceOutput) -> Body:
@@ -230,6 +227,13 @@ class ChatShape:
         body = self._envelope.whole(_WHOLE, [self._choice(output, delta) for output, delta in choices], usage)
         if self._has_token_ids:
             body["prompt_token_ids"] = self._envelope.prompt_token_ids[0]
+        if self._num_prompt_logprobs is not None:
+            body["prompt_logprobs"] = prompt_logprobs(
+                self._envelope.prompt_token_ids[0],
+                choices[0][0].prompt_logprobs,
+                self._num_prompt_logprobs,
+                self._bytes_of,
+            )
         return body
 
     def _event(self, output: ChoiceOutput, content: Body, delta: Delta | None = None) -> Body:

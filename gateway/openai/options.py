@@ -31,7 +31,6 @@ _UNSUPPORTED = {
     "guided_regex": "structured output is not supported yet",
     "guided_choice": "structured output is not supported yet",
     "guided_grammar": "structured output is not supported yet",
-    "prompt_logprobs": "log-probabilities of the prompt are not supported yet",
 }
 
 
@@ -123,7 +122,7 @@ def read_options(
         max_tokens=max_tokens,
         sampling=SamplingParams(
             seed=draw_seed() if seed is None else seed,
-            max_tokens=max_tokens or 1,
+            max_tokens=1 if max_tokens is None else max_tokens,
             min_tokens=min_tokens,
             temperature=fields.number("temperature", 1.0, 0.0, 2.0),
             top_k=_top_k(fields, vocab_size),
@@ -136,6 +135,7 @@ def read_options(
             ignore_eos=fields.boolean("ignore_eos", False),
             stop_token_ids=tuple(fields.token_ids("stop_token_ids", vocab_size, max_items=MAX_STOP_TOKEN_IDS)),
             logprobs=None if logprobs is None else min(logprobs, vocab_size),
+            prompt_logprobs=_prompt_logprobs(fields),
         ),
         stops=_stops(fields),
         is_stop_included=fields.boolean("include_stop_str_in_output", False),
@@ -150,6 +150,18 @@ def _top_k(fields: Fields, vocab_size: int) -> int:
     """-1 and 0 are off; more than the vocabulary is all of it, which is off too."""
     top_k = fields.integer("top_k", 0, -1, MAX_TOKENS)
     return 0 if top_k < 1 or top_k >= vocab_size else top_k
+
+
+def _prompt_logprobs(fields: Fields) -> int | None:
+    """-1, all of the vocabulary, is more than is told of a token."""
+    count = fields.integer("prompt_logprobs", None, 0, MAX_LOGPROBS)
+    if count is not None and fields.boolean("stream", False):
+        raise InvalidRequestError(
+            "prompt_logprobs is not told in a stream; leave stream out, or ask for echo and logprobs",
+            param="prompt_logprobs",
+            code="invalid_value",
+        )
+    return count
 
 
 def _logit_bias(fields: Fields, vocab_size: int) -> dict[int, float]:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 from pdserve.errors import InvalidRequestError
-from pdserve.gateway.generation.answer import Answer, ChoiceOutput, Delta
+from pdserve.gateway.generation.answer import Answer, ChoiceOutput, Delta, PromptOutput
 from pdserve.gateway.generation.request import GenerationRequest
 from pdserve.gateway.http.sse import Responder, SlowClientError
 from pdserve.gateway.openai.frontend import Call, Frontend
@@ -24,7 +25,11 @@ from pdserve.gateway.text.tokenizer import Detokenizer
 from pdserve.ids import RequestId
 from pdserve.reasons import CancelReason, Ending
 
+MAX_PROMPT_LOGPROBS = 2**21
+"""Log-probabilities of prompt tokens in one answer; each takes some 300 bytes until it is sent."""
+
 Body = dict[str, Any]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -42,7 +47,7 @@ class Envelope:
             "id": call.request_id,
             "object": "",
             "created": int(time.time()),
-            "model": frontend.card.served_name,
+            "model": call.model,
             "system_fingerprint": f"pdserve-{frontend.card.fingerprint[:12]}",
         }
         return cls(head, options.stream, prompts)
@@ -113,6 +118,7 @@ def start(
     """
     if not all(prompts):
         raise InvalidRequestError("the prompt is empty and this model has no token to begin with", param="prompt")
+    _check_scores(prompts, options)
     limit = min(frontend.card.max_model_len, frontend.dispatcher.max_total_tokens or frontend.card.max_model_len)
     eos_ids = frozenset[int]() if options.sampling.ignore_eos else frontend.card.eos_token_ids
     terminal_ids = eos_ids | set(options.sampling.stop_token_ids)
@@ -147,11 +153,27 @@ def start(
     return Answer(generations, outputs, clock=frontend.clock, on_tokens=frontend.observer.tokens_came)
 
 
+def _check_scores(prompts: Sequence[list[int]], options: Options) -> None:
+    """Refuse an answer that the log-probabilities of prompts would make larger than memory should hold."""
+    count = options.sampling.prompt_logprobs
+    if count is None:
+        return
+    num_numbers = sum(map(len, prompts)) * options.n * (1 + count)
+    if num_numbers > MAX_PROMPT_LOGPROBS:
+        raise InvalidRequestError(
+            f"{sum(map(len, prompts))} prompt tokens, {1 + count} log-probabilities of each and n = {options.n} make "
+            f"{num_numbers} numbers, at most {MAX_PROMPT_LOGPROBS} are told at once; send fewer prompts, ask for less",
+            param="prompt_logprobs",
+            code="invalid_value",
+        )
+
+
 def _output(
     frontend: Frontend, index: int, options: Options, terminal_ids: frozenset[int], continues: bool
 ) -> ChoiceOutput:
+    kind = PromptOutput if options.max_tokens == 0 else ChoiceOutput
     tokenizer, has_stops = frontend.prompts.tokenizer, bool(options.stops or options.is_stop_included)
-    return ChoiceOutput(
+    return kind(
         index,
         Detokenizer(
             tokenizer.backend_tokenizer,
@@ -193,7 +215,8 @@ async def send_answer(
         else:
             while await answer.advance():
                 pass
-            await responder.json(shape.whole([(output, output.take()) for output in answer.outputs], usage()))
+            choices = [(output, output.take()) for output in answer.outputs]
+            await responder.json(await _shaped(frontend, answer.outputs, partial(shape.whole, choices, usage())))
         record.ending = Ending(answer.outputs[0].finish_reason or Ending.ERROR)
     except SlowClientError:
         answer.cancel(CancelReason.SLOW_CLIENT)
@@ -218,10 +241,24 @@ async def _stream(
         if not outputs:
             return
         is_first = not opened
-        await responder.events([event for output in outputs for event in _events_of(output, shape, options, opened)])
+        write = partial(_events, outputs, shape, options, opened)
+        is_opening = len(opened) < len(answer.outputs)
+        await responder.events(await _shaped(frontend, outputs, write) if is_opening else write())
         if is_first:
             for generation in answer.generations:
                 generation.waterfall.note_first_write(frontend.clock())
+
+
+async def _shaped(frontend: Frontend, outputs: Sequence[ChoiceOutput], work: Callable[[], T]) -> T:
+    """What `work` makes of these choices; in a thread when it writes down log-probabilities of whole prompts."""
+    if any(output.prompt_logprobs for output in outputs):
+        return await asyncio.get_running_loop().run_in_executor(frontend.executor, work)
+    return work()
+
+
+def _events(outputs: list[ChoiceOutput], shape: Shape, options: StreamOptions, opened: set[int]) -> list[Body]:
+    """What these choices have to say."""
+    return [event for output in outputs for event in _events_of(output, shape, options, opened)]
 
 
 def _events_of(output: ChoiceOutput, shape: Shape, options: StreamOptions, opened: set[int]) -> list[Body]:

@@ -17,6 +17,7 @@ from starlette.routing import Route
 from pdserve.errors import InvalidRequestError
 from pdserve.gateway.http.body import Fields
 from pdserve.gateway.http.error_body import http_error
+from pdserve.gateway.http.system_routes import READING
 from pdserve.gateway.openai.chat import read_chat
 from pdserve.gateway.openai.endpoint import PostEndpoint
 from pdserve.gateway.openai.frontend import Call, Frontend
@@ -60,7 +61,7 @@ async def render(frontend: Frontend, call: Call, fields: Fields) -> None:
     prompt = await loop.run_in_executor(frontend.executor, frontend.prompts.build, chat)
     await call.responder.json(
         {
-            "model": frontend.card.served_name,
+            "model": call.model,
             "prompt": prompt.text,
             "prompt_token_ids": prompt.token_ids,
             "num_prompt_tokens": len(prompt.token_ids),
@@ -80,24 +81,30 @@ def add_text_routes(app: FastAPI, frontend: Frontend) -> None:
 
 def _model_routes(frontend: Frontend) -> APIRouter:
     router = APIRouter()
-    card = frontend.card
-    model = {
-        "id": card.served_name,
-        "object": "model",
-        "created": int(time.time()),
-        "owned_by": "pdserve",
-        "root": card.served_name,
-        "parent": None,
-        "max_model_len": card.max_model_len,
+    card, created = frontend.card, int(time.time())
+    models = {
+        name: {
+            "id": name,
+            "object": "model",
+            "created": created,
+            "owned_by": "pdserve",
+            "root": card.served_name,
+            "parent": None,
+            "max_model_len": card.max_model_len,
+        }
+        for name in card.served_names
     }
 
-    @router.get("/v1/models")
+    @router.api_route("/v1/models", methods=READING)
     async def list_models() -> JSONResponse:
-        return JSONResponse({"object": "list", "data": [model]})
+        return JSONResponse({"object": "list", "data": list(models.values())})
 
-    @router.get("/v1/models/{name:path}")
+    @router.api_route("/v1/models/{name:path}", methods=READING)
     async def one_model(name: str) -> JSONResponse:
-        if name != card.served_name:
+        if not name:
+            return await list_models()
+        model = models.get(name.removesuffix("/"))
+        if model is None:
             raise http_error(404, f"The model {name[:80]!r} does not exist here.", code="model_not_found")
         return JSONResponse(model)
 

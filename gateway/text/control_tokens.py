@@ -1,172 +1,175 @@
-"""Keeps control tokens apart from text that only looks like them.
+"""Encodes a rendered chat so that only the template writes control tokens.
 
-`<|im_end|>` in a client's message must stay text; the same string written by the chat template is the token.
-Once rendered both look alike, so the client's strings carry marks through the template:
+`<|im_end|>` in a client's message must stay text; the same string written by the chat template is the token. The text
+is traced, so both can be told apart, and the tokenizer itself says which strings are control tokens, whatever its
+normalizer makes of them (full width, upper case, compatibility forms):
 
-1. `mark` puts a START before each control-token string in a client's text, and an EDGE where such a text could
-   be one part of a control token whose other parts are its neighbours. Marks are single private-use characters
-   that occur nowhere in the request, so no client can write them, and most texts get none.
-2. `find` takes the marks out of the rendered text and tells the tokens that the template itself wrote from
-   those in which a client's text has a part.
-
-Nothing here encodes anything; tokenizer.py does.
+1. Each stretch that the template wrote is encoded by itself: its control tokens are the wanted ones.
+2. The whole text is encoded. When its control tokens are the wanted ones, this is the prompt.
+3. Else a client's text has become one, and the text is encoded by a tokenizer that knows control tokens only under
+   secret names: those are written where the template wrote the tokens, and what remains is text.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
-from typing import Any
+import secrets
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import pairwise
 
-_PRIVATE_USE = range(0xF0000, 0xFFFFD, 2)
+from tokenizers import AddedToken, Encoding, Tokenizer
 
+from pdserve.templating.traced_text import TEMPLATE, sources_of
 
-@dataclass(frozen=True)
-class Marks:
-    """Two characters that occur nowhere else in one request."""
-
-    start: str
-    edge: str
-
-    @property
-    def escaped(self) -> tuple[str, str]:
-        """Both as a template writes them that asks `tojson` for ASCII."""
-        return json.dumps(self.start)[1:-1], json.dumps(self.edge)[1:-1]
+_MAX_PASSES = 16
+_MAX_CACHED = 4096
+"""Characters of a stretch that is worth remembering: templates write the same ones again and again."""
+_STRETCH = re.compile(f"{TEMPLATE}+")
 
 
 @dataclass(frozen=True)
 class Occurrence:
-    """A control token's string in a rendered text, at [start, end)."""
+    """A control token at the characters [start, end) of a text."""
 
     start: int
     end: int
-    is_written_by_template: bool
+    token_id: int
+
+    def covers(self, other: Occurrence) -> bool:
+        """Whether this is the same token there; it may take white space around it, too."""
+        return self.token_id == other.token_id and self.start <= other.start and other.end <= self.end
 
 
-@dataclass(frozen=True)
 class ControlTokens:
-    """The strings that steer a model, as found in one tokenizer and one template."""
+    """The tokens that steer a model, as found in one tokenizer and one template; safe to use from several threads."""
 
-    control: frozenset[str]
-    added: frozenset[str]
-    """All strings that the tokenizer cuts out before encoding, `control` included: they compete for characters."""
-    _pattern: re.Pattern[str] = field(init=False)
-    _added_pattern: re.Pattern[str] = field(init=False)
-    _heads: frozenset[str] = field(init=False)
-    _tails: frozenset[str] = field(init=False)
-    _all: str = field(init=False)
-    _longest: int = field(init=False)
+    def __init__(self, tokenizer: Tokenizer, texts: Iterable[str]) -> None:
+        """`texts`: special tokens and others that the template writes."""
+        self._tokenizer = tokenizer
+        self._ids = frozenset(n for text in texts if (n := tokenizer.token_to_id(text)) is not None)
+        self._unknown = _Unknown(tokenizer)
+        self._lock = threading.Lock()
+        self._written = lru_cache(maxsize=1024)(self._find_all)
 
-    def __post_init__(self) -> None:
-        cuts = [(token, cut) for token in self.control for cut in range(1, len(token))]
-        object.__setattr__(self, "_pattern", _any_of(self.control))
-        object.__setattr__(self, "_added_pattern", _any_of(self.added | self.control))
-        object.__setattr__(self, "_heads", frozenset(token[:cut] for token, cut in cuts))
-        object.__setattr__(self, "_tails", frozenset(token[cut:] for token, cut in cuts))
-        object.__setattr__(self, "_all", "\0".join(sorted(self.control)))
-        object.__setattr__(self, "_longest", max(map(len, self.control), default=0))
+    def encode(self, rendered: str) -> list[int] | None:
+        """Ids of a traced text; None when the tokenizer makes a control token even of a text cut in pieces."""
+        text, wanted = str.__str__(rendered), self._wanted(rendered)
+        encoding = _encode(self._tokenizer, text)
+        found = self._find(text, encoding)
+        if len(found) == len(wanted) and all(map(Occurrence.covers, found, wanted)):
+            return list(encoding.ids)
+        with self._lock:
+            renamed = self._renamed
+        return renamed.encode(text, wanted)
 
-    def choose_marks(self, *values: Any) -> Marks | None:
-        """Marks for these JSON values, None when no string in them needs any."""
-        texts = list(_strings(values))
-        if not any(self._needs_mark(text) for text in texts):
-            return None
-        for code in _PRIVATE_USE:
-            marks = Marks(chr(code), chr(code + 1))
-            taken = (marks.start, marks.edge, *marks.escaped)
-            if not any(mark in text for text in texts for mark in taken):
-                return marks
-        raise AssertionError("a request with all private-use characters is larger than any accepted body")
+    def _wanted(self, rendered: str) -> list[Occurrence]:
+        """The control tokens that the template wrote, from left to right."""
+        wanted = []
+        for stretch in _STRETCH.finditer(sources_of(rendered)):
+            start, end = stretch.span()
+            text = str.__str__(rendered)[start:end]
+            find = self._written if len(text) <= _MAX_CACHED else self._find_all
+            wanted += [Occurrence(start + at.start, start + at.end, at.token_id) for at in find(text)]
+        return wanted
 
-    def mark(self, value: Any, marks: Marks) -> Any:
-        """The same JSON value with marks in its strings, keys included."""
-        if isinstance(value, str):
-            return self._mark_text(value, marks)
-        if isinstance(value, dict):
-            return {self._mark_occurrences(key, marks): self.mark(item, marks) for key, item in value.items()}
-        if isinstance(value, list):
-            return [self.mark(item, marks) for item in value]
-        return value
+    def _find_all(self, text: str) -> list[Occurrence]:
+        return self._find(text, _encode(self._tokenizer, text))
 
-    def find(self, rendered: str, marks: Marks) -> tuple[str, list[Occurrence]]:
-        """The text without marks, and the control-token strings in it from left to right."""
-        text, starts, edges = _without_marks(rendered, marks)
-        found: list[Occurrence] = []
-        position = 0
-        while match := self._added_pattern.search(text, position):
-            start, position = match.span()
-            if match[0] not in self.control:
-                continue
-            has_start = bisect_left(starts, position) > bisect_left(starts, start)
-            has_edge = bisect_left(edges, position) > bisect_right(edges, start)
-            is_clients = has_start or has_edge
-            found.append(Occurrence(start, position, not is_clients))
-            position = start + 1 if is_clients else position
-        return text, found
+    def _find(self, text: str, encoding: Encoding) -> list[Occurrence]:
+        """The control tokens in an encoding of the text."""
+        ids = encoding.ids
+        if self._ids.isdisjoint(ids):
+            return []
+        found = [Occurrence(*_span(encoding, n), token_id) for n, token_id in enumerate(ids) if token_id in self._ids]
+        return [token for token in found if self._unknown.is_name(token.token_id, text[token.start : token.end])]
 
-    def _needs_mark(self, text: str) -> bool:
-        core = text.strip()
-        return self._ends_with_head(core) or self._begins_with_tail(core) or self._pattern.search(text) is not None
-
-    def _mark_text(self, text: str, marks: Marks) -> str:
-        core = text.strip()
-        lead = text[: len(text) - len(text.lstrip())]
-        trail = text[len(lead) + len(core) :]
-        before = marks.edge if self._begins_with_tail(core) else ""
-        after = marks.edge if self._ends_with_head(core) else ""
-        return lead + before + self._mark_occurrences(core, marks) + after + trail
-
-    def _mark_occurrences(self, text: str, marks: Marks) -> str:
-        return self._pattern.sub(lambda match: marks.start + match[0], text)
-
-    def _ends_with_head(self, text: str) -> bool:
-        """Whether the text ends with the beginning of a control token, or is the middle of one."""
-        sizes = range(1, min(self._longest, len(text) + 1))
-        return any(text[-size:] in self._heads for size in sizes) or self._is_middle(text)
-
-    def _begins_with_tail(self, text: str) -> bool:
-        """Whether the text begins with the end of a control token, or is the middle of one."""
-        sizes = range(1, min(self._longest, len(text) + 1))
-        return any(text[:size] in self._tails for size in sizes) or self._is_middle(text)
-
-    def _is_middle(self, text: str) -> bool:
-        return 0 < len(text) < self._longest and text in self._all
+    @cached_property
+    def _renamed(self) -> _RenamedTokenizer:
+        return _RenamedTokenizer(self._tokenizer, self._ids)
 
 
-def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:
-    """Leftmost, then longest, as tokenizers match added tokens."""
-    longest_first = sorted((token for token in tokens if token), key=lambda token: (-len(token), token))
-    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+class _Unknown:
+    """The token for characters that a tokenizer does not know: its name is a control token, such characters are not."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._name = str(getattr(tokenizer.model, "unk_token", None) or "")
+        self._id = tokenizer.token_to_id(self._name)
+        self._normalizer = tokenizer.normalizer
+
+    def is_name(self, token_id: int, text: str) -> bool:
+        """Whether a token stands for its name: true for all tokens but this one."""
+        if token_id != self._id:
+            return True
+        normalized = self._normalizer.normalize_str(text) if self._normalizer else text
+        return self._name in (text.strip(), normalized.strip())
 
 
-def _strings(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield key
-            yield from _strings(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _strings(item)
+class _RenamedTokenizer:
+    """A copy of the tokenizer in which control tokens have secret names.
+
+    Everything else (normalizing, cutting, merging) is the tokenizer's own, in one pass over the whole text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, control_ids: frozenset[int]) -> None:
+        content = json.loads(tokenizer.to_str())
+        copy = Tokenizer.from_str(json.dumps({**content, "added_tokens": [], "post_processor": None}))
+        copy.no_truncation()
+        copy.no_padding()
+        nonce = secrets.token_hex(8)
+        self._tokenizer, self._unknown = copy, _Unknown(copy)
+        self._names = {token_id: f"<{nonce}-{token_id}>" for token_id in control_ids}
+        self._break = f"<{nonce}-break>"
+        added = dict.fromkeys(control_ids, AddedToken("")) | tokenizer.get_added_tokens_decoder()
+        self._real_ids: dict[int, int] = {}
+        for token_id, like in sorted(added.items()):
+            name = self._names.get(token_id, like.content)
+            is_kept = token_id not in control_ids
+            flags = {"single_word": like.single_word, "lstrip": like.lstrip, "rstrip": like.rstrip}
+            copy.add_tokens([AddedToken(name, normalized=like.normalized and is_kept, **flags)])
+            self._real_ids[_id_of(copy, name)] = token_id
+        copy.add_tokens([AddedToken(self._break, normalized=False)])
+        self._break_id = _id_of(copy, self._break)
+        self._word_ids = control_ids - self._real_ids.keys()
+        """Control tokens that are words of the vocabulary, too."""
+
+    def encode(self, text: str, wanted: list[Occurrence]) -> list[int] | None:
+        """Ids of the text with exactly the wanted control tokens; None if that cannot be.
+
+        A word that is a control token is cut after its first character.
+        """
+        pieces, position = [], 0
+        for token in wanted:
+            pieces += [text[position : token.start], self._names[token.token_id]]
+            position = token.end
+        named = "".join([*pieces, text[position:]])
+        for _ in range(_MAX_PASSES):
+            encoding = _encode(self._tokenizer, named)
+            ids = encoding.ids
+            words = [(token_id, _span(encoding, n)) for n, token_id in enumerate(ids) if token_id in self._word_ids]
+            cuts = [start + 1 for token_id, (start, end) in words if self._unknown.is_name(token_id, named[start:end])]
+            if not cuts:
+                return [self._real_ids.get(token_id, token_id) for token_id in ids if token_id != self._break_id]
+            edges = [0, *cuts, len(named)]
+            named = self._break.join(named[start:end] for start, end in pairwise(edges))
+        return None
 
 
-def _without_marks(rendered: str, marks: Marks) -> tuple[str, list[int], list[int]]:
-    """(text, positions of start marks, positions of edge marks), positions in the text without marks."""
-    pieces: list[str] = []
-    starts: list[int] = []
-    edges: list[int] = []
-    length = 0
-    (start_forms, edge_forms) = zip((marks.start, marks.edge), marks.escaped, strict=True)
-    for piece in re.split(f"({'|'.join(map(re.escape, (*start_forms, *edge_forms)))})", rendered):
-        if piece in start_forms:
-            starts.append(length)
-        elif piece in edge_forms:
-            edges.append(length)
-        else:
-            pieces.append(piece)
-            length += len(piece)
-    return "".join(pieces), starts, edges
+def _encode(tokenizer: Tokenizer, text: str) -> Encoding:
+    """Releases the interpreter lock, which `encode` does not."""
+    encoding: Encoding = tokenizer.encode_batch([text], add_special_tokens=False)[0]
+    return encoding
+
+
+def _span(encoding: Encoding, index: int) -> tuple[int, int]:
+    """The characters of one token."""
+    return encoding.token_to_chars(index) or (0, 0)
+
+
+def _id_of(tokenizer: Tokenizer, token: str) -> int:
+    token_id: int | None = tokenizer.token_to_id(token)
+    assert token_id is not None, token
+    return token_id

@@ -12,17 +12,14 @@ from __future__ import annotations
 
 import codecs
 import json
-import secrets
-import threading
 from collections.abc import Iterable
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import Tokenizer
 
 from pdserve.errors import InvalidRequestError, ModelError
-from pdserve.gateway.text.control_tokens import ControlTokens, Marks, Occurrence
+from pdserve.gateway.text.control_tokens import ControlTokens
 from pdserve.gateway.text.token_bytes import TokenBytes
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -34,8 +31,8 @@ MAX_HELD_TOKENS = 8
 class ModelTokenizer:
     """The tokenizer of one model folder; safe to use from several threads."""
 
-    def __init__(self, tokenizer: Tokenizer, special_tokens: dict[str, str], output_literals: str = "") -> None:
-        """`special_tokens`: bos_token, eos_token, …; `output_literals`: what the chat template writes."""
+    def __init__(self, tokenizer: Tokenizer, special_tokens: dict[str, str], literals: str = "") -> None:
+        """`special_tokens`: bos_token, eos_token, …; `literals`: what the chat template writes."""
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self.backend_tokenizer = tokenizer
@@ -47,18 +44,19 @@ class ModelTokenizer:
         )
         """Ids whose text is not shown to clients unless they ask."""
         special = {token.content for token in added if token.special} | set(special_tokens.values())
-        written = {t.content for t in added if t.content in output_literals and not t.content.isspace()}
-        self.control_tokens = ControlTokens(frozenset(special | written), frozenset(token.content for token in added))
-        self._lock = threading.Lock()
+        # A single word or white space steers nothing: a template and a client may both write it.
+        marks = {t.content for t in added if not t.content.isspace() and not t.content.isalnum()}
+        written = {mark for mark in marks if mark in literals}
+        self.control_tokens = ControlTokens(tokenizer, special | written)
 
     @classmethod
-    def load(cls, path: Path, output_literals: str = "") -> ModelTokenizer:
+    def load(cls, path: Path, literals: str = "") -> ModelTokenizer:
         """Read a model folder.
 
         Raises:
             ModelError: the folder has no readable tokenizer.json.
         """
-        return cls(_read_tokenizer(path), read_special_tokens(path), output_literals)
+        return cls(_read_tokenizer(path), read_special_tokens(path), literals)
 
     # --- text → ids
 
@@ -66,24 +64,18 @@ class ModelTokenizer:
         """Ids of a text in which special-token strings are tokens."""
         return _encode(self.backend_tokenizer, text, add_special_tokens)
 
-    def encode_chat(self, rendered: str, marks: Marks | None) -> tuple[str, list[int]]:
-        """(text, ids) of a rendered chat whose client strings carry `marks`: only the template writes control tokens.
+    def encode_chat(self, rendered: str) -> list[int]:
+        """Ids of a rendered chat, traced: only the template writes control tokens.
 
         Raises:
             InvalidRequestError: the tokenizer makes a control token even of the single characters of a text.
         """
-        if marks is None:
-            return rendered, self.encode(rendered, add_special_tokens=False)
-        text, found = self.control_tokens.find(rendered, marks)
-        if all(occurrence.is_written_by_template for occurrence in found):
-            return text, self.encode(text, add_special_tokens=False)
-        with self._lock:
-            plain = self._plain
-        for is_broken in (False, True):
-            ids = plain.encode(text, found, is_broken)
-            if ids is not None:
-                return text, ids
-        raise InvalidRequestError("a message contains a control token's text, which this tokenizer cannot keep as text")
+        ids = self.control_tokens.encode(rendered)
+        if ids is None:
+            raise InvalidRequestError(
+                "a message contains a control token's text, which this tokenizer cannot keep as text", param="messages"
+            )
+        return ids
 
     # --- ids → text
 
@@ -96,61 +88,6 @@ class ModelTokenizer:
         if self.token_bytes is not None:
             return self.token_bytes[token_id]
         return self.decode([token_id]).encode()
-
-    @cached_property
-    def _plain(self) -> _PlainTokenizer:
-        return _PlainTokenizer(Tokenizer.from_str(self.backend_tokenizer.to_str()), self.control_tokens)
-
-
-class _PlainTokenizer:
-    """A copy of the tokenizer that reads control tokens only under secret names.
-
-    What the template wrote is renamed before encoding and gets its real id afterwards; what remains under the
-    known names is text. Everything else (normalizing, cutting, merging) is the tokenizer's own, in one pass.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, control_tokens: ControlTokens) -> None:
-        flags = {token.content: token for token in tokenizer.get_added_tokens_decoder().values()}
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
-        tokenizer.encode_special_tokens = True
-        nonce = secrets.token_hex(8)
-        self._tokenizer = tokenizer
-        self._break = f"<{nonce}-break>"
-        self._secret_names: dict[str, str] = {}
-        self._real_ids: dict[int, int] = {}
-        for number, token in enumerate(sorted(control_tokens.control & flags.keys())):
-            name, like = f"<{nonce}-{number}>", flags[token]
-            alias = AddedToken(
-                name, single_word=like.single_word, lstrip=like.lstrip, rstrip=like.rstrip, normalized=False
-            )
-            tokenizer.add_tokens([alias])
-            self._secret_names[token] = name
-            self._real_ids[_id_of(tokenizer, name)] = _id_of(tokenizer, token)
-        tokenizer.add_tokens([AddedToken(self._break, normalized=False)])
-        self._break_id = _id_of(tokenizer, self._break)
-        # An unknown character is no forgery, though its token is a special one.
-        self._watched_ids = set(self._real_ids.values()) - {tokenizer.token_to_id(_unknown_token(tokenizer))}
-
-    def encode(self, text: str, found: list[Occurrence], is_broken: bool) -> list[int] | None:
-        """Ids, or None when the text yields control tokens that the template did not write.
-
-        `is_broken`: cut each look-alike after its first character, for tokenizers that would know it as a word.
-        """
-        pieces: list[str] = []
-        position = 0
-        for occurrence in found:
-            token = text[occurrence.start : occurrence.end]
-            if occurrence.is_written_by_template:
-                pieces += [text[position : occurrence.start], self._secret_names.get(token, token)]
-                position = occurrence.end
-            elif is_broken:
-                pieces += [text[position : occurrence.start + 1], self._break]
-                position = occurrence.start + 1
-        raw = _encode(self._tokenizer, "".join([*pieces, text[position:]]), add_special_tokens=False)
-        if any(token_id in self._watched_ids for token_id in raw):
-            return None
-        return [self._real_ids.get(token_id, token_id) for token_id in raw if token_id != self._break_id]
 
 
 def read_special_tokens(path: Path) -> dict[str, str]:
@@ -192,16 +129,6 @@ def _read_json(file: Path) -> dict[str, Any]:
 def _encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
     ids: list[int] = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
     return ids
-
-
-def _id_of(tokenizer: Tokenizer, token: str) -> int:
-    token_id = tokenizer.token_to_id(token)
-    assert token_id is not None, token
-    return token_id
-
-
-def _unknown_token(tokenizer: Tokenizer) -> str:
-    return str(getattr(tokenizer.model, "unk_token", None) or "")
 
 
 # --- ids → text while they come
@@ -246,6 +173,11 @@ class Detokenizer:
         """What is left: at most one U+FFFD for a character that was cut."""
         return self._decoding.finish()
 
+    @property
+    def has_rest(self) -> bool:
+        """Whether `finish` would have something to return now: a part of a character came."""
+        return self._decoding.has_rest
+
 
 class _ByteDecoding:
     """Bytes of the tokens into an incremental UTF-8 decoder."""
@@ -269,6 +201,10 @@ class _ByteDecoding:
 
     def finish(self) -> str:
         return self._utf8.decode(b"", final=True)
+
+    @property
+    def has_rest(self) -> bool:
+        return bool(self._utf8.getstate()[0])
 
     def _strip(self, text: str) -> str:
         while text and self._num_blanks_to_strip:
@@ -296,6 +232,10 @@ class _WindowDecoding:
             if not text.endswith(REPLACEMENT) or len(self._held) >= MAX_HELD_TOKENS:
                 pieces.append(self._release(text))
         return "".join(pieces)
+
+    @property
+    def has_rest(self) -> bool:
+        return bool(self._held)
 
     def finish(self) -> str:
         return self._release(self._decode([*self._context, *self._held]))

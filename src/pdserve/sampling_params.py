@@ -19,7 +19,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     seed: int
     """One 64-bit number per request, shared by its choices."""
     max_tokens: int
-    """At most this many output tokens, counted from the original prompt; >= 1."""
+    """At most this many output tokens, counted from the original prompt. 0: only the prompt's log-probabilities are
+    wanted; the token behind it, which ends the sequence, is not shown."""
     min_tokens: int = 0
     """No end-of-sequence or stop token before this many output tokens."""
     temperature: float = 1.0
@@ -44,6 +45,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Token ids that end the sequence, beside the end-of-sequence tokens."""
     logprobs: int | None = None
     """Log-probabilities of the sampled token and of this many best alternatives are told; None = of none."""
+    prompt_logprobs: int | None = None
+    """The same of every token of the prompt but the first; None = of none."""
 
     @property
     def is_greedy(self) -> bool:

@@ -58,7 +58,7 @@ BAD = {
     "return_token_ids": ["x"],
     "priority": [1.5, True, 2**31],
     "cache_salt": [5, "x" * 257],
-    "prompt_logprobs": [0, 1],
+    "prompt_logprobs": [-1, 21, 1.5, True, "1", []],
     "structured_outputs": [{"regex": "a"}],
     "logit_bias": [
         {"999999": 5},
@@ -158,8 +158,14 @@ def test_chats_own_fields_are_refused_by_name(fields: dict[str, Any], param: str
         ({"logprobs": 21}, "logprobs"),
         ({"logprobs": 10**6}, "logprobs"),
         ({"logprobs": -1}, "logprobs"),
-        ({"echo": True, "logprobs": 1}, "logprobs"),
-        ({"echo": True, "logprobs": 1, "max_tokens": 0}, "logprobs"),
+        ({"prompt_logprobs": 0, "stream": True}, "prompt_logprobs"),
+        ({"prompt_logprobs": 3, "stream": True, "echo": True, "logprobs": 1}, "prompt_logprobs"),
+        ({"echo": True, "logprobs": -1}, "logprobs"),
+        ({"echo": True, "logprobs": 21, "max_tokens": 0}, "logprobs"),
+        ({"echo": True, "logprobs": True}, "logprobs"),
+        ({"echo": True, "suffix": "end"}, "suffix"),
+        ({"echo": "yes"}, "echo"),
+        ({"prompt_logprobs": 1, "max_tokens": 0}, "max_tokens"),
         ({"echo": 1}, "echo"),
         ({"suffix": "x"}, "suffix"),
         ({"best_of": 2}, "best_of"),
@@ -258,14 +264,22 @@ def test_continuing_switches_the_generation_prompt_off_by_itself() -> None:
     assert not chat(continue_final_message=True).chat.add_generation_prompt
 
 
-def test_tool_arguments_reach_templates_as_objects() -> None:
-    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": [1]}'}}
-    messages = [{"role": "assistant", "content": None, "tool_calls": [call]}]
-    (message,) = chat(messages=messages).chat.messages
-    assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": {"x": [1]}}
-    call["function"] = {"name": "f", "arguments": "{broken"}
-    (message,) = chat(messages=messages).chat.messages
-    assert message["tool_calls"][0]["function"]["arguments"] == "{broken"
+@pytest.mark.parametrize("arguments", ['{"x": [1]}', {"x": [1]}, "{broken", None])
+def test_tool_arguments_are_kept_as_they_were_sent(arguments: object) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    (message,) = chat(messages=[{"role": "assistant", "content": None, "tool_calls": [call]}]).chat.messages
+    assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": arguments}
+
+
+def test_an_empty_list_is_a_null_content_of_an_assistant() -> None:
+    (message,) = chat(messages=[{"role": "assistant", "content": []}]).chat.messages
+    assert message["content"] is None
+
+
+def test_reasoning_effort_is_given_once() -> None:
+    twice = {"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "high"}}
+    with pytest.raises(InvalidRequestError, match="choose one"):
+        chat(messages=[{"role": "user", "content": "hi"}], **twice)
 
 
 def test_tools_that_may_not_be_called_are_left_out() -> None:
@@ -280,4 +294,29 @@ def test_prompts_are_texts_or_ids_one_or_several() -> None:
 
 
 def test_only_echo_may_generate_nothing() -> None:
-    assert completion(echo=True, max_tokens=0).is_prompt_only
+    assert completion(echo=True, max_tokens=0).needs_no_worker
+    assert not completion(echo=True, max_tokens=0, logprobs=0).needs_no_worker
+    assert not completion(echo=True, max_tokens=0, prompt_logprobs=0).needs_no_worker
+
+
+@pytest.mark.parametrize(("fields", "scored", "shown"), [
+    ({"echo": True}, None, None),
+    ({"logprobs": 3}, None, None),
+    ({"echo": True, "logprobs": 3}, 3, 3),
+    ({"echo": True, "logprobs": 0, "max_tokens": 0}, 0, 0),
+    ({"prompt_logprobs": 0}, 0, 0),
+    ({"prompt_logprobs": 20, "logprobs": 3}, 20, 20),
+    ({"echo": True, "logprobs": 5, "prompt_logprobs": 2}, 5, 2),
+    ({"echo": True, "logprobs": 2, "prompt_logprobs": 5}, 5, 5),
+])  # fmt: skip
+def test_prompts_are_scored_for_echo_with_logprobs_and_for_prompt_logprobs(
+    fields: dict[str, Any], scored: int | None, shown: int | None
+) -> None:
+    request = completion(**fields)
+    assert request.options.sampling.prompt_logprobs == scored
+    assert request.num_prompt_logprobs == shown
+
+
+def test_a_chat_may_ask_for_its_prompts_log_probabilities() -> None:
+    assert chat(prompt_logprobs=4).options.sampling.prompt_logprobs == 4
+    assert chat().options.sampling.prompt_logprobs is None

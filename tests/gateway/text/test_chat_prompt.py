@@ -7,22 +7,24 @@ from functools import cache
 from typing import Any
 
 import pytest
-from chat_tokenizers import CHATML, CONTROL, SPECIAL_TOKENS, TEMPLATES, THINKING, TOKENIZERS, TOOLS, TRIMMING
+from chat_tokenizers import CHATML, CONTROL, SPECIAL_TOKENS, TEMPLATES, TOKENIZERS, TRIMMING
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jinja2 import UndefinedError
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from pdserve.errors import InvalidRequestError, ModelError
-from pdserve.gateway.text.chat_prompt import Chat, ChatPrompts, ChatTemplate
+from pdserve.gateway.text.chat_prompt import Chat, ChatPrompts
 from pdserve.gateway.text.tokenizer import ModelTokenizer
 from pdserve.models.card import ModelCard
+from pdserve.templating.chat_template import ChatTemplate
 
 
 @cache
 def prompts(tokenizer: str, template: str) -> ChatPrompts:
     compiled = ChatTemplate(TEMPLATES[template], SPECIAL_TOKENS)
     backend = TOKENIZERS[tokenizer]()
-    return ChatPrompts(ModelTokenizer(backend, SPECIAL_TOKENS, compiled.output_literals), compiled)
+    return ChatPrompts(ModelTokenizer(backend, SPECIAL_TOKENS, compiled.literals), compiled)
 
 
 @cache
@@ -64,6 +66,12 @@ CHATS = {
 def test_ordinary_chats_equal_transformers(tokenizer: str, template: str, chat: str) -> None:
     try:
         truth = expected(tokenizer, template, CHATS[chat])
+    except UndefinedError:
+        # transformers drops a null content; the one allowed difference: here it renders as an empty text.
+        assert chat == "null"
+        truth = expected(
+            tokenizer, template, [{**message, "content": message["content"] or ""} for message in CHATS[chat]]
+        )
     except Exception as refused:
         with pytest.raises(InvalidRequestError, match=re.escape(str(refused))):
             build(tokenizer, template, CHATS[chat])
@@ -111,9 +119,17 @@ def test_the_continuation_point_equals_transformers(template: str, last: str) ->
 
 
 def test_a_template_that_drops_the_last_message_cannot_continue_it() -> None:
-    template = ChatTemplate("{{ messages[0].content }}", {})
     with pytest.raises(InvalidRequestError, match="cannot be continued"):
-        template.render(user("hi", "gone"), continue_final_message=True)
+        render(
+            "{{ messages[0].content }}", user("hi", "gone"), add_generation_prompt=False, continue_final_message=True
+        )
+
+
+def render(source: str, messages: list[dict[str, Any]], **options: Any) -> str:
+    """The text that a template of its own makes, over the byte-level tokenizer."""
+    template = ChatTemplate(source, SPECIAL_TOKENS)
+    tokenizer = ModelTokenizer(TOKENIZERS["byte_level"](), SPECIAL_TOKENS, template.literals)
+    return ChatPrompts(tokenizer, template).build(Chat(messages, **options)).text
 
 
 def num_control_ids(tokenizer: str, ids: list[int]) -> int:
@@ -203,9 +219,17 @@ def test_tokens_that_a_template_writes_are_control_tokens_though_not_special() -
     assert ids.count(assistant) == 1
 
 
-def test_tokens_that_a_template_looks_for_in_contents_are_not() -> None:
-    assert "</think>" not in ChatTemplate(THINKING, {}).output_literals.split("\0")
-    assert "<tool_call>" in ChatTemplate(TOOLS, {}).output_literals
+@pytest.mark.parametrize("word", ["user", "  ", "\n", "đem"])
+def test_words_and_white_space_are_no_control_tokens_though_a_template_writes_them(word: str) -> None:
+    backend = TOKENIZERS["byte_level"]()
+    backend.add_tokens([word])
+    source = "user  \n đem" + CHATML
+    template = ChatTemplate(source, SPECIAL_TOKENS)
+    prompts = ChatPrompts(ModelTokenizer(backend, SPECIAL_TOKENS, template.literals), template)
+    prompt = prompts.build(Chat(user(f"x{word}y")))
+    truth = PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=source, **SPECIAL_TOKENS)
+    ids = truth.apply_chat_template(user(f"x{word}y"), add_generation_prompt=True, return_dict=False)
+    assert prompt.token_ids == ids
 
 
 def test_private_use_characters_of_a_client_survive() -> None:
@@ -224,17 +248,27 @@ def test_a_template_without_parts_gets_joined_text_and_no_developer() -> None:
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("{{ messages[0].content + 1 }}", "cannot render"),
-        ("{{ messages[5].content.x }}", "refused"),
-        ("{{ messages.__class__.__mro__ }}", "refused"),
-        ("{{ raise_exception('no such role') }}", "no such role"),
+        ("{{ messages[0].content / 1 }}", r"cannot render messages\[0\] \(role user\)"),
+        ("{{ messages[5].content.x }}", "cannot render these messages"),
+        ("{{ messages.__class__.__mro__ }}", "cannot render these messages"),
+        ("{{ raise_exception('no such role') }}", "refuses these messages: no such role"),
+        (
+            "{% for m in messages %}{{ m.content }}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}"
+            "{% endif %}{% endfor %}",
+            r"refuses messages\[1\] \(role tool\): no tools",
+        ),
+        (
+            "{% for m in messages %}{{ m.content[m.role] if m.role == 'tool' else m.content }}{% endfor %}",
+            "leaves its text out",
+        ),
     ],
 )
-def test_template_failures_are_the_clients_errors(source: str, message: str) -> None:
+def test_template_failures_name_the_message_and_not_jinjas_words(source: str, message: str) -> None:
     with pytest.raises(InvalidRequestError, match=message) as caught:
-        ChatTemplate(source, {}).render(user("hi"))
+        render(source, [*user("hi"), {"role": "tool", "content": "there", "tool_call_id": "1"}])
     assert caught.value.status == 400
-    assert "{{" not in caught.value.message
+    for word in ("{{", "object", "undefined", "Error", "dict"):
+        assert word not in caught.value.message
 
 
 def test_a_template_that_does_not_compile_is_refused_at_start() -> None:

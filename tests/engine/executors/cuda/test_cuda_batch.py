@@ -51,7 +51,8 @@ def test_a_step_is_laid_out_as_the_reference_packs_it(case):
     assert torch.equal(step.block_tables[:, : packed.block_tables.shape[1]], packed.block_tables)
     assert torch.equal(step.query_starts, packed.query_starts[layout.num_decodes :] - layout.num_decodes)
     ends = packed.query_starts[1:].tolist()
-    assert step.logit_rows.tolist() == [end - 1 for end, piece in zip(ends, batch, strict=True) if piece.samples]
+    wanted = [row for end, piece in zip(ends, batch, strict=True) for row in range(end - piece.num_logits, end)]
+    assert step.logit_rows.tolist() == wanted
     assert layout.num_decodes == sum(length == 1 for length in lens)
 
 

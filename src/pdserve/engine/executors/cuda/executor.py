@@ -175,7 +175,7 @@ class CudaExecutor:
 
     @torch.no_grad()
     def run(self, batch: list[SequenceSlice]) -> Tensor:
-        """Run one step; returns fp32 logits `[num slices with samples, vocab_size]`."""
+        """Run one step; returns fp32 logits `[sum of num_logits, vocab_size]`."""
         order = decodes_first(batch)
         ordered = [batch[index] for index in order]
         layout = layout_of(ordered, self.kv_spec.block_size)
@@ -222,8 +222,8 @@ def _in_given_order(logits: Tensor, order: list[int], batch: list[SequenceSlice]
     """Sort the rows of `logits`, which are in the order of the step, into the order of the caller's batch."""
     if order == sorted(order):
         return logits
-    sampling = [index for index in order if batch[index].samples]
-    rows = sorted(range(len(sampling)), key=sampling.__getitem__)
+    owners = [index for index in order for _ in range(batch[index].num_logits)]
+    rows = sorted(range(len(owners)), key=owners.__getitem__)
     return logits[torch.tensor(rows, device=logits.device, dtype=torch.long)]
 
 

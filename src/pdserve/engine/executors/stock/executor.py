@@ -90,11 +90,11 @@ class TransformersExecutor:
 
     @torch.no_grad()
     def run(self, batch: list[SequenceSlice]) -> Tensor:
-        """One forward pass; fp32 logits `[num slices with samples, vocab_size]`."""
+        """One forward pass; fp32 logits `[sum of num_logits, vocab_size]`."""
         packed = _pack(batch, self.kv_spec.block_size, self.device)
         token_ids = torch.tensor([token for piece in batch for token in piece.token_ids], device=self.device)
-        last_rows = [int(end) - 1 for end in packed.query_starts[1:].tolist()]
-        kept = [row for row, piece in zip(last_rows, batch, strict=True) if piece.samples]
+        ends = [int(end) for end in packed.query_starts[1:].tolist()]
+        kept = [row for end, piece in zip(ends, batch, strict=True) for row in range(end - piece.num_logits, end)]
         self._context.batch = packed
         try:
             output = self._model(
