@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -22,8 +23,19 @@ from pdserve.local.supervisor import Supervisor
 STAND_IN = Path(__file__).parent / "stand_in.py"
 
 
+HELD: list[socket.socket] = []
+
+
+@pytest.fixture(autouse=True)
+def _ports_are_given_back() -> Iterator[None]:
+    yield
+    while HELD:
+        HELD.pop().close()
+
+
 def a_spec(name: str, *arguments: str, niceness: int = 0) -> ChildSpec:
     metrics = hold_port("127.0.0.1", 0)
+    HELD.append(metrics)
     port = metrics.getsockname()[1]
     command = [sys.executable, str(STAND_IN), str(port), *arguments]
     return ChildSpec(
