@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 
 class Answer(NamedTuple):
-    """What came back."""
+    """The status and body of one answer."""
 
     status: int
     body: bytes
