@@ -1,6 +1,6 @@
 """Addresses of this machine: bind a TCP socket, hold its port for another process, and tell where peers reach it.
 
-A port that is held is bound and does not listen: no other program can take it, and nobody can connect until the
+A port that is reserved is bound and does not listen: no other program takes it, and connections are refused until the
 process that it was passed to listens.
 """
 
