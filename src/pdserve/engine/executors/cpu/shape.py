@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from pdserve.models.context_length import context_length
+
 _QWEN_DEFAULTS = {"max_position_embeddings": 32768, "num_key_value_heads": 32}
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {"max_position_embeddings": 2048},
@@ -70,7 +72,7 @@ def read_shape(config: dict[str, Any]) -> CpuShape:
         num_kv_heads=int(config.get("num_key_value_heads") or num_heads),
         head_dim=int(config.get("head_dim") or config["hidden_size"] // num_heads),
         vocab_size=int(config["vocab_size"]),
-        max_positions=int(config["max_position_embeddings"]),
+        max_positions=context_length(config) or 0,
         norm_eps=float(config.get("rms_norm_eps", 1e-6)),
         has_qk_norm=config["model_type"] == "qwen3",
         is_tied=bool(config.get("tie_word_embeddings", False)),
