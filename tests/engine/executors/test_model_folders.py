@@ -242,4 +242,6 @@ def test_damage_is_one_sentence(folder: Path, load: Loader, damage: str, is_spli
     with pytest.raises(ModelError) as caught:
         load(folder)
     assert "\n" not in str(caught.value)
-    assert file.name in str(caught.value) or "model.norm.weight" in str(caught.value) or "no weights" in str(caught.value)
+    assert (
+        file.name in str(caught.value) or "model.norm.weight" in str(caught.value) or "no weights" in str(caught.value)
+    )

@@ -1,4 +1,4 @@
-"""Loads a transformers model with all of its weights, or says which tensors do not fit; for both executors that use one.
+"""Loads a transformers model with all of its weights, or says which tensors do not fit; used by two executors.
 
 transformers fills what a checkpoint lacks with random values, and leaves out what its configuration does not mention:
 here each is an error, because another executor of the same folder would answer otherwise.
