@@ -142,7 +142,7 @@ def _named_by_config(path: Path) -> str | None:
     try:
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return None  # whoever needs the configuration says what is wrong with it
+        return None  # the reader of the configuration says what is wrong with it
     named = config.get("transformers_weights") if isinstance(config, dict) else None
     if named is None:
         return None

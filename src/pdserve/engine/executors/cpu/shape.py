@@ -107,7 +107,7 @@ _REQUIRED = ("num_attention_heads", "num_hidden_layers", "hidden_size", "interme
 
 
 def _biased_projections(config: dict[str, Any]) -> frozenset[str]:
-    """As each architecture of transformers has them."""
+    """Matrices with a bias, as the architectures of transformers have them."""
     attention, mlp = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
     match config["model_type"]:
         case "qwen2":
