@@ -91,7 +91,7 @@ class GatewayProcess:
         api_socket, system_socket = self._listen()
         await self._bus.start()
         background = {
-            "the bus connection": self._bus.wait_for_end(),
+            "the bus connection": self._bus.wait_for_end(self._settings.bus_start_timeout_s),
             "the registry view": self._view.run(),
             "the dispatcher": self._dispatcher.run(),
             "the registration": self._announce_forever(api_socket, system_socket),

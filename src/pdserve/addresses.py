@@ -56,11 +56,14 @@ def hold(host: str, port: int, *, is_shared: bool = False) -> socket.socket:
     """A socket that keeps every other program from this port and is to be passed on; it does not listen.
 
     Args:
+        host: where its process will listen.
+        port: its number, never 0: the kernel takes back what it chose when such a socket does not listen any more.
         is_shared: further sockets of ours may hold the same port; the first one is not shared when it is bound.
 
     Raises:
         OSError: the port is in use, or the host is none of this machine's.
     """
+    assert port, "a port that is held has a number"
     sock = bind(host, port, is_shared=is_shared)
     try:
         sock.listen()  # two may bind, but one alone can listen
@@ -72,10 +75,14 @@ def hold(host: str, port: int, *, is_shared: bool = False) -> socket.socket:
 
 
 def stop_listening(sock: socket.socket) -> None:
-    """Hold the port only: its process has died, and clients shall be refused until the next one listens."""
+    """Hold the port only: its process has died, and clients shall be refused until the next one listens.
+
+    Harmless for a socket that does not listen: shutting that down would leave all its later connections unreadable.
+    """
     with contextlib.suppress(OSError):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
-        sock.shutdown(socket.SHUT_RD)
+        if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            sock.shutdown(socket.SHUT_RD)
 
 
 def listen_on(sock: socket.socket, backlog: int) -> socket.socket:

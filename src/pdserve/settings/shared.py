@@ -66,6 +66,13 @@ class BusSettings(SharedSettings):
         unit="s",
         why="A healthy bus answers in milliseconds.",
     )
+    bus_start_timeout_s: float = setting(
+        60.0,
+        seconds,
+        "A process to which the bus has not answered once in this time after its start ends with the reason.",
+        unit="s",
+        why="A bus that starts together with its processes is there sooner, and a wrong address never is.",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -116,7 +116,7 @@ class _Worker:
         background = {
             "the HTTP port": server.run(),
             "the engine's thread": engine_thread.wait_for_end(),
-            "the bus connection": bus.wait_for_end(),
+            "the bus connection": bus.wait_for_end(settings.bus_start_timeout_s),
             "the inbox": parts.inbox.wait_for_end(),
             "the registry view": parts.view.run(),
             "the watch for standstills": host.notice_standstill(),
