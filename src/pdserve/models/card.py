@@ -10,6 +10,7 @@ from typing import Any
 
 from pdserve.errors import ModelError, SettingError
 from pdserve.ids import Fingerprint
+from pdserve.models.generation_config import USUAL, SamplingDefaults
 from pdserve.models.identity import model_fingerprint
 
 
@@ -29,6 +30,8 @@ class ModelCard:
     chat_template: str | None
     """Jinja source; None: the model cannot chat."""
     fingerprint: Fingerprint
+    sampling_defaults: SamplingDefaults = USUAL
+    """Of requests that are silent; the gateway alone sets them."""
 
     @classmethod
     def load(
