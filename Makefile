@@ -61,6 +61,7 @@ $(VENV)/.extension: $(CPU_KERNELS) | $(VENV)/.dependencies
 
 references: $(VENV)/.extension
 	@$(VENV)/bin/python tests/reference_packages.py
+	@$(VENV)/bin/python tests/end_to_end/lm_eval_environment.py
 
 up: $(VENV)/.extension
 	@$(VENV)/bin/pdserve up $(ARGS)

@@ -1,4 +1,4 @@
-"""The HTTP application: which path leads where, and one shape for every error.
+"""The HTTP application: which path leads where, in which spellings, and one shape for every error.
 
 FastAPI routes; the endpoints that generate are plain ASGI apps (endpoint.py), so that nothing stands between a token
 and the socket. Never imports torch or transformers.
@@ -9,7 +9,8 @@ from __future__ import annotations
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
-from starlette.routing import Route
+from starlette.routing import Match, Route, Router
+from starlette.types import Receive, Scope, Send
 
 from pdserve.errors import InvalidRequestError, RequestError
 from pdserve.gateway.http.error_body import error_response, http_error, internal_error
@@ -33,6 +34,7 @@ def create_app(frontend: Frontend, view: SystemView) -> FastAPI:
     app.router.routes.extend(Route(path, endpoint, methods=["POST"]) for path, endpoint in generating.items())
     add_text_routes(app, frontend)
     add_system_routes(app, view)
+    _accept_spellings(app.router)
     return app
 
 
@@ -40,6 +42,7 @@ def create_system_app(view: SystemView) -> FastAPI:
     """Only health, readiness, metrics and test hooks: what listens on METRICS_PORT."""
     app = _new_app()
     add_system_routes(app, view)
+    _accept_spellings(app.router)
     return app
 
 
@@ -50,6 +53,38 @@ def _new_app() -> FastAPI:
     app.add_exception_handler(RequestValidationError, _answer_validation_error)
     app.add_exception_handler(Exception, _answer_unexpected)
     return app
+
+
+# --- spellings
+
+
+def _accept_spellings(router: Router) -> None:
+    """Serve each path with and without `/v1` before it and one `/` behind it; a path as it is written comes first."""
+    not_found = router.default
+
+    async def try_spellings(scope: Scope, receive: Receive, send: Send) -> None:
+        for path in _spellings(scope["path"]):
+            other = {**scope, "path": path, "raw_path": path.encode()}
+            if any(route.matches(other)[0] is not Match.NONE for route in router.routes):
+                await router(other, receive, send)
+                return
+        await not_found(scope, receive, send)
+
+    router.default = try_spellings
+
+
+def _spellings(path: str) -> list[str]:
+    """Other ways to write a path, the likeliest first."""
+    bare, prefix = path.removesuffix("/"), "/v1"
+    other = bare.removeprefix(prefix)
+    if other == bare:
+        other = prefix + bare
+    elif other.startswith(f"{prefix}/"):
+        return []  # once is enough
+    return [spelling for spelling in (bare, other) if spelling not in (path, "")]
+
+
+# --- errors
 
 
 def _response(error: RequestError, extra: dict[str, str] | None = None) -> Response:
@@ -63,9 +98,13 @@ async def _answer_request_error(_: Request, error: Exception) -> Response:
     return _response(error)
 
 
-async def _answer_http_error(_: Request, error: Exception) -> Response:
+async def _answer_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException), error
     allowed = {name: value for name, value in (error.headers or {}).items() if name.lower() == "allow"}
+    methods = sorted({"OPTIONS", *(name.strip() for value in allowed.values() for name in value.split(","))})
+    allowed = {name: ", ".join(methods) for name in allowed}
+    if error.status_code == 405 and request.method == "OPTIONS":
+        return Response(status_code=204, headers=allowed)
     return _response(http_error(error.status_code, _SENTENCES.get(error.status_code)), allowed)
 
 

@@ -30,6 +30,7 @@ from pdserve.gateway.generation.request import Sender
 from pdserve.gateway.http.system_routes import SystemView
 from pdserve.gateway.openai.frontend import Frontend, FrontendLimits
 from pdserve.gateway.text.chat_prompt import ChatPrompts
+from pdserve.http_protocol import ConnectionLimits
 from pdserve.http_server import HttpServer, url_of
 from pdserve.ids import GatewayId, GenerationId
 from pdserve.log import get_logger
@@ -115,17 +116,15 @@ class GatewayProcess:
         settings = self._settings
         self._api_url = url_of(api_socket, settings.advertise_host)
         app = create_app(self._frontend, self._system_view(is_shared=system_socket is not None))
-        servers = {
-            "the API's port": HttpServer(
-                app,
-                api_socket,
-                stream_buffer_bytes=settings.stream_buffer_bytes,
-                stall_timeout_s=settings.client_stall_timeout_s,
-            )
-        }
+        limits = ConnectionLimits(
+            stream_buffer_bytes=settings.stream_buffer_bytes,
+            stall_timeout_s=settings.client_stall_timeout_s,
+            idle_timeout_s=settings.idle_timeout_s,
+        )
+        servers = {"the API's port": HttpServer(app, api_socket, limits)}
         if system_socket is not None:
             system_app = create_system_app(self._system_view(is_shared=False))
-            servers["the metrics port"] = HttpServer(system_app, system_socket)
+            servers["the metrics port"] = HttpServer(system_app, system_socket, limits)
         say_stage(f"serving at {self._api_url}")
         return servers
 

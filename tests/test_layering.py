@@ -20,7 +20,7 @@ PACKAGE = ROOT / "src" / "pdserve"
 
 FOUNDATION = {"errors", "ids", "messages", "reasons", "readiness", "sampling_params", "registration", "log", "mailbox"}
 """Modules that everybody may import, and that import nobody but each other."""
-SHARED = FOUNDATION | {"settings", "faults", "metrics", "bus", "models", "http_server", "process"}
+SHARED = FOUNDATION | {"settings", "faults", "metrics", "bus", "models", "http_protocol", "http_server", "process"}
 """Torch-free modules that every process shares."""
 ENGINE = {"kernels", "engine"}
 WORKERS = SHARED | ENGINE | {"transfer", "worker"}
@@ -31,7 +31,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "metrics": FOUNDATION | {"bus"},
     "models": FOUNDATION,
     "bus": FOUNDATION | {"faults"},
-    "http_server": FOUNDATION,
+    "http_protocol": FOUNDATION,
+    "http_server": FOUNDATION | {"http_protocol"},
     "process": FOUNDATION | {"faults", "http_server"},
     "kernels": FOUNDATION,
     "engine": FOUNDATION | {"kernels", "models", "metrics"},

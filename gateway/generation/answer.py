@@ -1,15 +1,16 @@
 """One request's choices as they grow: events of the dispatcher in, texts out. Used on the event loop only.
 
 A choice's way from token ids to text: stop tokens, detokenizing, stop strings, counting. Every piece of text passes
-the same pipeline, what is left at the end too. A token that may be the terminal one (end of sequence, stop token) is
-held until the next event tells: as the terminal one it counts, but shows no text.
+the same pipeline, what is left at the end too: it belongs to the last token that is not hidden. A token that may be
+the terminal one (end of sequence, stop token) is held until the next event tells: as the terminal one it counts, but
+shows no text.
 A request with several prompts is several generations, read together; the first failure ends them all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pdserve.errors import UnavailableError
 from pdserve.gateway.generation.request import FailedEvent, FinishedEvent, Generation, TokensEvent
@@ -98,13 +99,20 @@ class ChoiceOutput:
                 self._accept([token_id], [logprobs])
         if self.finish_reason is None:
             rest = self._detokenizer.finish()
+            if rest and self.delta.entries:
+                entries, last = self.delta.entries, _last_shown(self.delta.entries)
+                entries[last] = replace(entries[last], text=entries[last].text + rest)
             self.delta.text += rest if stops is None else stops.push(rest) + stops.finish()
             is_stopped = stops is not None and stops.is_matched
             self.finish_reason = FinishReason.STOP if is_stopped else event.finish_reason
 
     def take(self) -> Delta:
-        """What is to be shown now."""
+        """What is to be shown now; a token with a part of a character waits, in case that the rest never comes."""
         delta, self.delta = self.delta, Delta()
+        if delta.entries and self.finish_reason is None and self._detokenizer.has_rest:
+            cut = _last_shown(delta.entries)  # with log-probabilities, entries and token ids go together
+            self.delta = Delta(token_ids=delta.token_ids[cut:], entries=delta.entries[cut:])
+            delta = Delta(delta.text, delta.token_ids[:cut], delta.entries[:cut])
         return delta
 
     def _accept(self, ids: list[int], logprobs: list[TokenLogprobs | None]) -> None:
@@ -138,6 +146,11 @@ class PromptOutput(ChoiceOutput):
     def finish(self, event: FinishedEvent) -> None:
         """Take in the end."""
         self.finish_reason = FinishReason.LENGTH
+
+
+def _last_shown(entries: Sequence[TokenEntry]) -> int:
+    """Place of the last entry whose token is not hidden."""
+    return next((n for n in reversed(range(len(entries))) if not entries[n].is_hidden), len(entries) - 1)
 
 
 TokensObserver = Callable[[float | None, int], None]

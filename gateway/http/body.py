@@ -1,6 +1,7 @@
 """A request's body: read under a limit, parsed strictly, and its fields with their types and ranges.
 
-The limit holds for the bytes that arrive, whatever Content-Length says or does not say. A field of a wrong type or
+The limit holds for the bytes that arrive, whatever Content-Length says or does not say, and for what encodings.py
+unpacks of them. A field of a wrong type or
 range is a 400 that names it; null counts as absent; booleans are no numbers; nothing is converted silently. Fields
 that no API of this kind has are ignored; the others are in `gateway/openai/request_fields.py`.
 """
@@ -16,12 +17,14 @@ from typing import Any, overload
 import msgspec
 
 from pdserve.errors import InvalidRequestError
+from pdserve.gateway.http.encodings import as_utf8, charset_of, codings_of
 from pdserve.gateway.http.error_body import http_error
 
 Receive = Callable[[], Awaitable[Mapping[str, Any]]]
 
 LINGER_S = 2.0
 """Time in which a body that is too large is still read and forgotten, so that its sender gets to read the answer."""
+_JSON = b"application/json"
 INT64 = range(-(2**63), 2**63)
 
 
@@ -33,17 +36,25 @@ async def read_fields(headers: Mapping[bytes, bytes], receive: Receive, *, max_b
     """The body's JSON object.
 
     Raises:
-        RequestError: 400 not JSON, 408 too slow, 413 too large, 415 not declared as JSON.
+        RequestError: 400 not JSON, 408 too slow, 413 too large, 415 declared as what is not read.
         ClientGoneError: the client left.
     """
-    kind = headers.get(b"content-type", b"application/json").split(b";")[0].strip().lower()
-    if kind != b"application/json" and not kind.endswith(b"+json"):
+    kind = headers.get(b"content-type", _JSON)
+    if kind != _JSON and not (media := kind.split(b";")[0].strip().lower()).endswith(b"+json") and media != _JSON:
         raise http_error(415, "Content-Type must be application/json.")
+    charset = None if kind == _JSON else charset_of(kind)
+    codings = codings_of(headers[b"content-encoding"]) if b"content-encoding" in headers else []
+    transfer = headers.get(b"transfer-encoding", b"chunked").decode("latin-1")
+    if transfer.strip().lower() != "chunked":
+        raise http_error(501, f"Transfer-Encoding {transfer[:40]!r} is not read; send chunked alone.")
     try:
         async with asyncio.timeout(timeout_s):
-            return Fields.of(parse_json(await _read(headers, receive, max_bytes)))
+            data = await _read(headers, receive, max_bytes)
     except TimeoutError:
         raise http_error(408, f"The body did not arrive within {timeout_s:g} s.") from None
+    if codings or charset or not data[:4].isascii() or b"\0" in data[:4]:
+        data = await asyncio.to_thread(as_utf8, data, codings, charset, max_bytes)
+    return Fields.of(parse_json(data))
 
 
 def parse_json(body: bytes) -> Any:
@@ -77,7 +88,8 @@ async def _read(headers: Mapping[bytes, bytes], receive: Receive, max_bytes: int
         has_more = message.get("more_body", False)
     if is_too_large:
         pieces.clear()
-        await _discard(receive, has_more)
+        if num_bytes or headers.get(b"expect", b"").lower() != b"100-continue":  # else the client waits to be asked
+            await _discard(receive, has_more)
         raise http_error(413, f"The request body is larger than {max_bytes} bytes.", code="body_too_large")
     return b"".join(pieces)
 

@@ -12,6 +12,8 @@ from pdserve.errors import RequestError
 
 Headers = list[tuple[bytes, bytes]]
 
+_MORE_HEADERS: dict[str | None, Headers] = {"unsupported_encoding": [(b"accept-encoding", b"gzip, deflate")]}
+"""Code of an error → headers that go with it."""
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -22,7 +24,7 @@ def error_object(error: RequestError) -> dict[str, Any]:
 
 def error_response(error: RequestError) -> tuple[int, Headers, bytes]:
     """(status, headers, body) of the response with this error."""
-    headers: Headers = [(b"content-type", b"application/json")]
+    headers: Headers = [(b"content-type", b"application/json"), *_MORE_HEADERS.get(error.code, [])]
     if error.retry_after_s is not None:
         headers.append((b"retry-after", str(max(1, math.ceil(error.retry_after_s))).encode()))
     return error.status, headers, msgspec.json.encode(error_object(error))

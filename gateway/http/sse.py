@@ -5,6 +5,9 @@ Before: generation/answer.py made text of tokens, and openai/reply.py events of 
 The status line goes out with the first bytes and not before, so that whatever fails until then keeps its real
 status. Every event has an `id`. Events that are ready together go out in one write. A client that does not
 read for too long is given up. After a failure in mid-stream comes an `error` event and no `[DONE]`.
+
+No empty line follows a comment: clients that remember an id, as OpenAI's does, would take it for an event without data.
+Characters at which some clients cut lines are escaped.
 """
 
 from __future__ import annotations
@@ -26,6 +29,8 @@ _STREAM_HEADERS: Headers = [
     (b"x-accel-buffering", b"no"),
 ]
 _JSON_HEADERS: Headers = [(b"content-type", b"application/json")]
+_LINE_ENDS = {"\u2028".encode(): b"\\u2028", "\u2029".encode(): b"\\u2029", "\u0085".encode(): b"\\u0085"}
+"""Characters at which a reader of lines may cut → how else JSON writes them."""
 _encode = msgspec.json.Encoder().encode
 
 
@@ -76,7 +81,7 @@ class Responder:
         """A comment, which clients ignore and proxies take for traffic."""
         if self.status is None:
             await self._start(200, _STREAM_HEADERS)
-        await self._write(b": keep-alive\n\n")
+        await self._write(b": keep-alive\n")
 
     async def done(self, events: Sequence[Any] = ()) -> None:
         """The last events and the real end."""
@@ -89,6 +94,9 @@ class Responder:
         return b"".join([self._line_of(_encode(event)) for event in events])
 
     def _line_of(self, data: bytes) -> bytes:
+        if b"\xe2\x80" in data or b"\xc2\x85" in data:
+            for character, escaped in _LINE_ENDS.items():
+                data = data.replace(character, escaped)
         line = b"id: %s:%d\ndata: %s\n\n" % (self._request_id, self._num_events, data)
         self._num_events += 1
         return line

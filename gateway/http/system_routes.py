@@ -16,6 +16,8 @@ from pdserve.gateway.http.body import parse_json
 from pdserve.gateway.http.error_body import error_object, error_response, http_error
 from pdserve.readiness import Readiness, ReadyReason
 
+READING = ["GET", "HEAD"]
+"""Methods of a path that only tells something; the server leaves the body of an answer to HEAD out."""
 _MAX_FAULTS_BYTES = 64 * 1024
 _READY_CODES = {
     ReadyReason.DRAINING: "shutting_down",
@@ -41,19 +43,19 @@ def add_system_routes(app: FastAPI, view: SystemView) -> None:
     """Add the routes of this file to the app."""
     router = APIRouter()
 
-    @router.get("/health")
+    @router.api_route("/health", methods=READING)
     async def health() -> JSONResponse:
         return JSONResponse({"status": "ok"})
 
-    @router.get("/ready")
+    @router.api_route("/ready", methods=READING)
     async def ready() -> Response:
         return _ready_response(view.readiness())
 
-    @router.get("/version")
+    @router.api_route("/version", methods=READING)
     async def version() -> JSONResponse:
         return JSONResponse({"version": __version__})
 
-    @router.get("/metrics")
+    @router.api_route("/metrics", methods=READING)
     async def metrics() -> Response:
         elsewhere = view.other_metrics_urls()
         if elsewhere:
@@ -78,19 +80,20 @@ def _ready_response(readiness: Readiness) -> Response:
 
 
 def _add_fault_routes(router: APIRouter, faults: Faults) -> None:
-    @router.get("/debug/faults")
-    async def get_faults() -> JSONResponse:
+    @router.api_route("/debug/faults", methods=[*READING, "PUT"])
+    async def get_or_put_faults(request: Request) -> JSONResponse:
+        if request.method == "PUT":
+            await _put_faults(request, faults)
         return JSONResponse(faults.get())
 
-    @router.put("/debug/faults")
-    async def put_faults(request: Request) -> JSONResponse:
-        body = b""
-        async for piece in request.stream():
-            body += piece
-            if len(body) > _MAX_FAULTS_BYTES:
-                raise http_error(413, "The faults object is too large.")
-        try:
-            faults.put(parse_json(body))
-        except SettingError as error:
-            raise InvalidRequestError(str(error), param=error.name) from error
-        return JSONResponse(faults.get())
+
+async def _put_faults(request: Request, faults: Faults) -> None:
+    body = b""
+    async for piece in request.stream():
+        body += piece
+        if len(body) > _MAX_FAULTS_BYTES:
+            raise http_error(413, "The faults object is too large.")
+    try:
+        faults.put(parse_json(body))
+    except SettingError as error:
+        raise InvalidRequestError(str(error), param=error.name) from error

@@ -21,7 +21,7 @@ from pdserve.gateway.http.body import ClientGoneError, Fields, Receive, read_fie
 from pdserve.gateway.http.error_body import http_error, internal_error
 from pdserve.gateway.http.sse import Responder, Send, SlowClientError
 from pdserve.gateway.openai.frontend import Call, Frontend
-from pdserve.http_server import ABORT
+from pdserve.http_protocol import ABORT
 from pdserve.ids import RequestId
 from pdserve.log import get_logger
 from pdserve.reasons import Ending
@@ -47,6 +47,9 @@ class PostEndpoint:
         """Serve one request from its body to the end of its answer."""
         frontend = self.frontend
         headers = dict(scope["headers"])
+        if b"content-encoding" in headers:  # several lines are one list
+            lines = [value for name, value in scope["headers"] if name == b"content-encoding"]
+            headers[b"content-encoding"] = b",".join(lines)
         call = self._call(headers, send)
         abort = scope.get("extensions", {}).get(ABORT, _nothing)
         if not self.is_generation:

@@ -30,7 +30,7 @@ def _chat_entry(entry: TokenEntry, bytes_of: BytesOf, has_names: bool) -> dict[s
     return {
         "token": _name(entry.token_id) if has_names else entry.text,
         "logprob": finite_logprob(logprobs.logprob),
-        "bytes": [] if entry.is_hidden else list(bytes_of(entry.token_id)),
+        "bytes": list(_bytes_shown(entry, bytes_of)),
         "top_logprobs": [
             {
                 "token": _name(token_id) if has_names else _shown(token_id, entry, bytes_of),
@@ -40,6 +40,14 @@ def _chat_entry(entry: TokenEntry, bytes_of: BytesOf, has_names: bool) -> dict[s
             for token_id, logprob in zip(logprobs.top_token_ids, logprobs.top_logprobs, strict=True)
         ],
     }
+
+
+def _bytes_shown(entry: TokenEntry, bytes_of: BytesOf) -> bytes:
+    """What a token brought: its own bytes, without the blanks that a decoder drops where a text begins."""
+    if entry.is_hidden:
+        return b""
+    own, text = bytes_of(entry.token_id), entry.text.encode()
+    return text if own.lstrip(b" ") == text.lstrip(b" ") else own
 
 
 @dataclass(slots=True)

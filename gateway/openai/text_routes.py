@@ -18,6 +18,7 @@ from starlette.routing import Route
 from pdserve.errors import InvalidRequestError
 from pdserve.gateway.http.body import Fields
 from pdserve.gateway.http.error_body import http_error
+from pdserve.gateway.http.system_routes import READING
 from pdserve.gateway.openai.chat import read_chat, read_max_tokens
 from pdserve.gateway.openai.endpoint import PostEndpoint
 from pdserve.gateway.openai.frontend import Call, Frontend
@@ -99,13 +100,15 @@ def _model_routes(frontend: Frontend) -> APIRouter:
         "sampling_defaults": dataclasses.asdict(card.sampling_defaults),
     }
 
-    @router.get("/v1/models")
+    @router.api_route("/v1/models", methods=READING)
     async def list_models() -> JSONResponse:
         return JSONResponse({"object": "list", "data": [model]})
 
-    @router.get("/v1/models/{name:path}")
+    @router.api_route("/v1/models/{name:path}", methods=READING)
     async def one_model(name: str) -> JSONResponse:
-        if name != card.served_name:
+        if not name:
+            return await list_models()
+        if name.removesuffix("/") != card.served_name:
             raise http_error(404, f"The model {name[:80]!r} does not exist here.", code="model_not_found")
         return JSONResponse(model)
 

@@ -173,6 +173,11 @@ class Detokenizer:
         """What is left: at most one U+FFFD for a character that was cut."""
         return self._decoding.finish()
 
+    @property
+    def has_rest(self) -> bool:
+        """Whether `finish` would have something to return now: a part of a character came."""
+        return self._decoding.has_rest
+
 
 class _ByteDecoding:
     """Bytes of the tokens into an incremental UTF-8 decoder."""
@@ -196,6 +201,10 @@ class _ByteDecoding:
 
     def finish(self) -> str:
         return self._utf8.decode(b"", final=True)
+
+    @property
+    def has_rest(self) -> bool:
+        return bool(self._utf8.getstate()[0])
 
     def _strip(self, text: str) -> str:
         while text and self._num_blanks_to_strip:
@@ -223,6 +232,10 @@ class _WindowDecoding:
             if not text.endswith(REPLACEMENT) or len(self._held) >= MAX_HELD_TOKENS:
                 pieces.append(self._release(text))
         return "".join(pieces)
+
+    @property
+    def has_rest(self) -> bool:
+        return bool(self._held)
 
     def finish(self) -> str:
         return self._release(self._decode([*self._context, *self._held]))

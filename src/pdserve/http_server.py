@@ -1,9 +1,9 @@
-"""The socket side of gateways and workers: uvicorn with bounded buffers and heads, ended by its owner alone.
+"""The socket side of gateways and workers: listeners, and a server around uvicorn that is ended by its owner alone.
 
 A port that is closed behind its back is noticed within a second and ends `run` with an error.
 
-What a client has not read is kept up to `stream_buffer_bytes`; beyond that writing waits, and sse.py gives the client
-up after its stall timeout. The kernel closes connections whose peer has vanished in the same time.
+What one connection may take and how HTTP is read on it is in http_protocol.py; a client that does not read is given up
+by sse.py after its stall timeout.
 """
 
 from __future__ import annotations
@@ -16,12 +16,9 @@ from typing import Any, cast
 
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-ABORT = "pdserve.abort"
-"""Scope extension: closes the connection at once and forgets what it has not written."""
-MAX_HEAD_BYTES = 64 * 1024
-"""Path and headers of one request, give or take what arrives together."""
+from pdserve.http_protocol import ConnectionLimits, protocol_with
+
 _BACKLOG = 2048
 
 
@@ -73,13 +70,13 @@ async def watch_port(sock: socket.socket) -> None:
 class HttpServer:
     """One listener; it ends when `run` is cancelled, and waits for nothing then: its owner has drained before."""
 
-    def __init__(
-        self, app: ASGIApp, sock: socket.socket, *, stream_buffer_bytes: int = 1 << 20, stall_timeout_s: float = 30.0
-    ) -> None:
+    def __init__(self, app: ASGIApp, sock: socket.socket, limits: ConnectionLimits | None = None) -> None:
         self._sock = sock
+        limits = limits or ConnectionLimits()
         config = uvicorn.Config(
             app,
-            http=_bounded_protocol(stream_buffer_bytes, stall_timeout_s),
+            http=protocol_with(limits),
+            timeout_keep_alive=cast("int", limits.idle_timeout_s),  # a float does as well
             ws="none",
             lifespan="off",
             access_log=False,
@@ -130,36 +127,3 @@ class _OwnedServer(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
         yield
-
-
-def _bounded_protocol(stream_buffer_bytes: int, stall_timeout_s: float) -> type[asyncio.Protocol]:
-    """The HTTP protocol with this process's limits on every connection."""
-
-    class BoundedProtocol(HttpToolsProtocol):
-        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-            super().connection_made(transport)
-            self._is_in_head, self._num_head_bytes = True, 0
-            transport.set_write_buffer_limits(high=stream_buffer_bytes)
-            sock = cast("socket.socket | None", transport.get_extra_info("socket"))
-            option: Any = getattr(socket, "TCP_USER_TIMEOUT", None)
-            if sock is not None and option is not None and sock.family != socket.AF_UNIX:
-                sock.setsockopt(socket.IPPROTO_TCP, option, int(1000 * stall_timeout_s))
-
-        def on_message_begin(self) -> None:
-            self._is_in_head, self._num_head_bytes = True, 0
-            super().on_message_begin()
-            cast("dict[str, Any]", self.scope)["extensions"] = {ABORT: self.transport.abort}
-
-        def on_headers_complete(self) -> None:
-            self._is_in_head = False
-            super().on_headers_complete()
-
-        def data_received(self, data: bytes) -> None:
-            """The parser has no limit of its own for a head that does not end."""
-            if self._is_in_head and self._num_head_bytes > MAX_HEAD_BYTES:
-                self.send_400_response("The request's head is too large.")
-                return
-            self._num_head_bytes += len(data) if self._is_in_head else 0
-            super().data_received(data)
-
-    return BoundedProtocol

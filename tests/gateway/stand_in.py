@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 import json
 import time
@@ -22,6 +23,7 @@ from pdserve.gateway.http.system_routes import SystemView
 from pdserve.gateway.observers import RequestRecord
 from pdserve.gateway.openai.frontend import Frontend, FrontendLimits
 from pdserve.gateway.text.chat_prompt import ChatPrompts
+from pdserve.http_protocol import ConnectionLimits
 from pdserve.http_server import HttpServer, listen, url_of
 from pdserve.messages import TokenLogprobs
 from pdserve.models.card import ModelCard
@@ -33,6 +35,7 @@ Step = list[int] | str | RequestError | asyncio.Event
 Script = Callable[[GenerationRequest, int], Iterable[Step]]
 
 
+CONNECTION_LIMITS = [field.name for field in dataclasses.fields(ConnectionLimits)]
 READY = Readiness(ready=True, reason=ReadyReason.READY, message="This gateway takes requests.")
 
 
@@ -172,7 +175,7 @@ async def running(
     """Serve on a free port until the block ends."""
     card = ModelCard.load(model, served_name="tiny")
     faults = options.pop("faults", None)
-    server_options = {name: options.pop(name) for name in ("stream_buffer_bytes", "stall_timeout_s") if name in options}
+    connection = {name: options.pop(name) for name in CONNECTION_LIMITS if name in options}
     dispatcher = ScriptedDispatcher(script, eos_token_ids=card.eos_token_ids, **options)
     seeds, records = itertools.count(1), Records()
     with ThreadPoolExecutor(2) as executor:
@@ -192,7 +195,7 @@ async def running(
             faults=faults,
         )
         sock = listen("127.0.0.1", 0)
-        server = HttpServer(create_app(frontend, view), sock, **server_options)
+        server = HttpServer(create_app(frontend, view), sock, ConnectionLimits(**connection))
         task = asyncio.create_task(server.run())
         try:
             async with httpx.AsyncClient(base_url=url_of(sock), timeout=30) as client:
@@ -214,12 +217,10 @@ def refuse_constant(name: str) -> float:
 
 
 def events_of(text: str) -> list[dict[str, Any] | str]:
-    """Parse a stream strictly: each event an id line and a data line, `[DONE]` as text."""
+    """Parse a stream strictly: each event an id line and a data line after comments, `[DONE]` as text."""
     events: list[dict[str, Any] | str] = []
     for block in text.removesuffix("\n\n").split("\n\n"):
-        if block.startswith(":"):
-            continue
-        id_line, data_line = block.split("\n")
+        id_line, data_line = [line for line in block.split("\n") if not line.startswith(":")]
         assert id_line.startswith("id: "), block
         assert id_line.endswith(f":{len(events)}"), block
         assert data_line.startswith("data: "), block

@@ -123,6 +123,13 @@ class GatewaySettings(ProcessSettings):
         unit="s",
         why="A phone that passes a tunnel comes back within it.",
     )
+    idle_timeout_s: float = setting(
+        75.0,
+        seconds,
+        "A connection on which no request comes is closed after this time.",
+        unit="s",
+        why="Proxies reuse connections that were idle for 60 s; behind one that keeps them longer, set more.",
+    )
     stream_buffer_bytes: int = setting(
         1024 * 1024,
         size_bytes,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -21,7 +22,7 @@ from pdserve.gateway.generation.request import (
 )
 from pdserve.gateway.text.stop_strings import StopMatcher
 from pdserve.messages import TokenLogprobs
-from pdserve.models.tiny_tokenizer import TURN_END, build_tokenizer
+from pdserve.models.tiny_tokenizer import TURN_END, TURN_START, build_tokenizer
 from pdserve.reasons import CancelReason
 from pdserve.sampling_params import SamplingParams
 
@@ -35,7 +36,7 @@ def new_output(*stops: str, included: bool = False, logprobs: bool = False, min_
         Detokenizer(TOKENIZER),
         stops=StopMatcher(stops, included),
         terminal_ids=frozenset({EOS}),
-        hidden_ids=frozenset({EOS}),
+        hidden_ids=frozenset({EOS, TOKENIZER.token_to_id(TURN_START)}),
         has_logprobs=logprobs,
         min_tokens=min_tokens,
     )
@@ -140,6 +141,36 @@ def test_entries_cover_every_counted_token_and_join_to_the_text() -> None:
     assert len(entries) == output.num_tokens == len(ids)
     assert "".join(entry.text for entry in entries) == text == "the 👍"
     assert entries[-1].is_hidden
+
+
+@pytest.mark.parametrize("cut", [1, 2, 3])
+@pytest.mark.parametrize("before", ["", "the ", "雪"])
+@pytest.mark.parametrize("stops", [(), ("zz",), ("\ufffd!",)])
+@pytest.mark.parametrize("ending", [[], [EOS], "special"])
+@pytest.mark.parametrize("takes", [True, False])
+def test_what_a_cut_character_leaves_belongs_to_an_entry(
+    cut: int, before: str, stops: tuple[str, ...], ending: Any, takes: bool
+) -> None:
+    hidden = TOKENIZER.token_to_id(TURN_START)
+    ids = [
+        *TOKENIZER.encode(before).ids,
+        *TOKENIZER.encode("👍").ids[:cut],
+        *([hidden] if ending == "special" else ending),
+    ]
+    output = new_output(*stops, logprobs=True)
+    entries, token_ids, text = [], [], ""
+    for index, token_id in enumerate(ids):
+        output.push(TokensEvent(0, index, [token_id], [TokenLogprobs(logprob=-1.0, top_token_ids=[], top_logprobs=[])]))
+        if takes:
+            delta = output.take()
+            assert len(delta.entries) == len(delta.token_ids)
+            entries, token_ids, text = entries + delta.entries, token_ids + delta.token_ids, text + delta.text
+    is_stopped = ending == [EOS]
+    output.finish(FinishedEvent(0, "stop" if is_stopped else "length", EOS if is_stopped else None, len(ids)))
+    delta = output.take()
+    entries, token_ids, text = entries + delta.entries, token_ids + delta.token_ids, text + delta.text
+    assert token_ids == [entry.token_id for entry in entries] == ids
+    assert "".join(entry.text for entry in entries) == text == before + "\ufffd"
 
 
 # --- several prompts

@@ -80,6 +80,27 @@ async def test_usage_comes_last_and_only_on_request(tiny_model_dir: Path) -> Non
     assert usage["usage"]["completion_tokens"] == num_output
 
 
+@pytest.mark.parametrize("more", [{}, {"return_token_ids": True}, {"stop": ["zz", "\ufffdx"]}], ids=["", "ids", "stop"])
+@pytest.mark.parametrize(("text", "num_cut"), [("the 👍", 1), ("the 👍", 2), ("👍", 3), ("雪", 1), ("a雪b雪", 2)])
+async def test_logprobs_have_what_is_left_of_a_cut_character(
+    tiny_model_dir: Path, text: str, num_cut: int, more: dict[str, Any]
+) -> None:
+    async with running(tiny_model_dir, speak(text)) as service:
+        num_tokens = len(service.ids(text)) - num_cut
+        fields = {"logprobs": True, "top_logprobs": 1, "max_tokens": num_tokens, **more}
+        body = ChatCompletion.model_validate((await service.post(PATH, {**HELLO, **fields})).json())
+        stream = await chunks(service, **fields)
+    assert body.choices[0].logprobs is not None
+    content, entries = body.choices[0].message.content, body.choices[0].logprobs.content or []
+    assert content is not None
+    assert content.endswith("\ufffd")
+    streamed = [e for c in stream if c.choices and c.choices[0].logprobs for e in c.choices[0].logprobs.content or []]
+    assert streamed == entries
+    assert len(entries) == num_tokens
+    assert "".join(entry.token for entry in entries) == content == text_of(stream)
+    assert b"".join(bytes(entry.bytes or []) for entry in entries).decode("utf-8", "replace") == content
+
+
 @pytest.mark.parametrize("is_stream", [False, True])
 async def test_one_token_means_one_token(tiny_model_dir: Path, is_stream: bool) -> None:
     async with running(tiny_model_dir, speak("the cat sat")) as service:

@@ -147,3 +147,25 @@ async def test_logprobs_join_to_the_text_with_monotone_offsets(tiny_model_dir: P
     joined = [piece for piece in stream[0]["logprobs"] if piece]
     assert [token for piece in joined for token in piece["tokens"]] == tokens
     assert [offset for piece in joined for offset in piece["text_offset"]] == offsets
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"return_token_ids": True}, {"stop": ["zz"]}, {"n": 2}], ids=["", "ids", "stop", "n"]
+)
+@pytest.mark.parametrize(("text", "num_cut"), [("the 👍", 1), ("the 👍", 2), ("👍", 3), ("雪", 1), ("a雪b雪", 2)])
+async def test_offsets_go_on_to_what_is_left_of_a_cut_character(
+    tiny_model_dir: Path, text: str, num_cut: int, more: dict[str, Any]
+) -> None:
+    async with running(tiny_model_dir, speak(text)) as service:
+        fields = {"logprobs": 1, "max_tokens": len(service.ids(text)) - num_cut, **more}
+        body = await complete(service, "x", **fields)
+        stream = await streamed(service, "x", **fields)
+    for choice in body.choices:
+        assert choice.logprobs is not None
+        tokens, offsets = choice.logprobs.tokens or [], choice.logprobs.text_offset or []
+        assert choice.text.endswith("\ufffd")
+        assert "".join(tokens) == choice.text == stream[choice.index]["text"]
+        assert offsets == [len("".join(tokens[:n])) for n in range(len(tokens))]
+        joined = [piece for piece in stream[choice.index]["logprobs"] if piece]
+        assert [token for piece in joined for token in piece["tokens"]] == tokens
+        assert [offset for piece in joined for offset in piece["text_offset"]] == offsets
