@@ -20,7 +20,17 @@ PACKAGE = ROOT / "src" / "pdserve"
 
 FOUNDATION = {"errors", "ids", "messages", "reasons", "readiness", "sampling_params", "registration", "log", "mailbox"}
 """Modules that everybody may import, and that import nobody but each other."""
-SHARED = FOUNDATION | {"settings", "faults", "metrics", "bus", "models", "http_protocol", "http_server", "process"}
+SHARED = FOUNDATION | {
+    "settings",
+    "faults",
+    "metrics",
+    "bus",
+    "models",
+    "http_protocol",
+    "http_server",
+    "process",
+    "templating",
+}
 """Torch-free modules that every process shares."""
 ENGINE = {"kernels", "engine"}
 WORKERS = SHARED | ENGINE | {"transfer", "worker"}
@@ -34,6 +44,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "http_protocol": FOUNDATION,
     "http_server": FOUNDATION | {"http_protocol"},
     "process": FOUNDATION | {"faults", "http_server"},
+    "templating": FOUNDATION,
     "kernels": FOUNDATION,
     "engine": FOUNDATION | {"kernels", "models", "metrics"},
     "transfer": FOUNDATION | {"models", "metrics", "engine", "kernels"},

@@ -135,9 +135,9 @@ def _content(fields: Fields, role: str) -> str | list[Message] | None:
     content = fields.get("content")
     if isinstance(content, str):
         return content
-    if content is None and role == "assistant":
+    if content in (None, []) and role == "assistant":
         return None
-    if not isinstance(content, list):
+    if not isinstance(content, list) or not content:
         raise fields.refuse("content", "a string or a list of parts")
     path = fields.param("content")
     return [_part(Fields.of(part, f"{path}[{n}]")) for n, part in enumerate(content)]
@@ -192,8 +192,11 @@ def _variables(fields: Fields) -> dict[str, Any]:
     given = fields.object("chat_template_kwargs")
     variables = {} if given is None else dict(given.values)
     effort = fields.text("reasoning_effort", max_length=32)
-    if effort is not None:
-        variables.setdefault("reasoning_effort", effort)
+    if effort is not None and variables.setdefault("reasoning_effort", effort) != effort:
+        raise InvalidRequestError(
+            "reasoning_effort is in the request and, with another value, in chat_template_kwargs: choose one",
+            param="chat_template_kwargs",
+        )
     reserved = next((name for name in variables if name in RESERVED_NAMES), None)
     if reserved is not None:
         raise InvalidRequestError(

@@ -129,7 +129,7 @@ class _Form:
     """One way to show a conversation to a template."""
 
     contents: tuple[_Content, ...]
-    """Of each message."""
+    """How each message's content is shown."""
     without: frozenset[str] = frozenset()
     """Which of the aids above the template does not get this time."""
 
@@ -247,19 +247,19 @@ class _Rendering:
         except RecursionError:
             raise
         except RefusedByTemplateError as error:
-            raise self._refused(last_read, f"refuses {{}}: {str(error)[:_MAX_QUOTED]}") from error
+            shown, words = self._name(last_read[0]), str(error)[:_MAX_QUOTED]
+            raise self._refused(last_read[0], f"this model's chat template refuses {shown}: {words}") from error
         except Exception as error:
             logger.debug("the chat template failed", exc_info=True)
-            raise self._refused(last_read, "cannot render {}") from error
+            shown = self._name(last_read[0])
+            raise self._refused(last_read[0], f"this model's chat template cannot render {shown}") from error
         return _cut_at_tag(text, tag) if self._chat.continue_final_message else text
 
-    def _refused(self, last_read: list[int], what: str) -> _FormRefusedError:
-        index = last_read[0]
-        shown, param = "these messages", "messages"
-        if index >= 0:
-            param = f"messages[{index}]"
-            shown = f"{param} (role {self._roles[index]})"
-        sentence = "this model's chat template " + what.replace("{}", shown, 1)
+    def _name(self, index: int) -> str:
+        return f"messages[{index}] (role {self._roles[index]})" if index >= 0 else "these messages"
+
+    def _refused(self, index: int, sentence: str) -> _FormRefusedError:
+        param = f"messages[{index}]" if index >= 0 else "messages"
         return _FormRefusedError(InvalidRequestError(sentence, param=param), index)
 
     # --- what the template gets
@@ -307,7 +307,7 @@ class _Rendering:
         index = next((index for index in lost if self._roles[index] != "assistant"), None)
         if index is not None:
             raise InvalidRequestError(
-                f"messages[{index}] (role {self._roles[index]}): this model's chat template leaves its text out of the "
+                f"{self._name(index)}: this model's chat template leaves its text out of the "
                 "prompt; send it in a message of another role",
                 param=f"messages[{index}]",
             )

@@ -14,6 +14,7 @@ from typing import Any
 import jinja2
 import jinja2.compiler
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.runtime
@@ -23,9 +24,11 @@ from markupsafe import Markup
 
 from pdserve.errors import ModelError
 from pdserve.templating.traced_text import (
+    MarkupText,
     NullText,
     TracedText,
     concat,
+    escaped,
     formatted,
     inherit,
     join,
@@ -62,6 +65,8 @@ class ChatTemplate:
         """All texts that the template could write, NUL between them."""
         self.names_read = frozenset(constants | {node.attr for node in tree.find_all(jinja2.nodes.Getattr)})
         """Names of message fields and roles that the template may look for."""
+        self.variables_read = frozenset(jinja2.meta.find_undeclared_variables(tree))
+        """Variables that the template looks at, such as `documents`."""
         self.own_names = frozenset({*special_tokens, *environment.globals, *_LANGUAGE_NAMES})
         """Variables that are not a client's to set."""
 
@@ -115,7 +120,15 @@ class _Environment(ImmutableSandboxedEnvironment):
             extensions=[_GenerationTag, jinja2.ext.loopcontrols],
         )
         self.filters = {name: _inheriting(function) for name, function in self.filters.items()}
-        self.filters |= {"tojson": to_json, "join": _join, "format": _format, "string": printed, "indent": _indent}
+        self.filters |= {
+            "tojson": to_json,
+            "join": _join,
+            "format": _format,
+            "string": printed,
+            "indent": _indent,
+            "safe": _safe,
+        }
+        self.filters |= dict.fromkeys(("e", "escape"), escaped)
         self.tests |= {name: _without_null(self.tests[name]) for name in ("string", "iterable", "sequence")}
         self.tests["none"] = lambda value: value is None or isinstance(value, NullText)
         self.globals["raise_exception"] = _raise_exception
@@ -159,8 +172,13 @@ def _join(environment: jinja2.Environment, value: Any, d: str = "", attribute: s
     return join(printed(d), items)
 
 
+def _safe(value: Any) -> MarkupText:
+    text = printed(value)
+    return MarkupText(text, sources_of(text))
+
+
 def _indent(s: str, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
-    """Jinja's own, traced."""
+    """Jinja's filter of this name, which mixes traced lines with plain ones."""
     indention = " " * width if isinstance(width, int) else width
     lines = (printed(s) + "\n").splitlines()
     shown = (

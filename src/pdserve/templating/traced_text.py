@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import count
 from typing import Any, Self, SupportsIndex
 
+from markupsafe import escape
+
 TEMPLATE = "\0"
 """Source of what the template wrote itself."""
 CLIENT = "\1"
@@ -60,50 +62,50 @@ class TracedText(str):
     __rmul__ = __mul__
 
     def lstrip(self, chars: str | None = None, /) -> str:
-        """As `str.lstrip`, traced."""
+        """The text without white space (or these characters) in front."""
         return self[len(self) - len(super().lstrip(chars)) :]
 
     def rstrip(self, chars: str | None = None, /) -> str:
-        """As `str.rstrip`, traced."""
+        """The text without white space (or these characters) at its end."""
         return self[: len(super().rstrip(chars))]
 
     def strip(self, chars: str | None = None, /) -> str:
-        """As `str.strip`, traced."""
+        """The text without white space (or these characters) around it."""
         return self.rstrip(chars).lstrip(chars)
 
     def removeprefix(self, prefix: str, /) -> str:
-        """As `str.removeprefix`, traced."""
+        """The text without this beginning, if it has it."""
         return self[len(prefix) :] if self.startswith(prefix) else self
 
     def removesuffix(self, suffix: str, /) -> str:
-        """As `str.removesuffix`, traced."""
+        """The text without this end, if it has it."""
         return self[: len(self) - len(suffix)] if self.endswith(suffix) else self
 
     def split(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[str]:
-        """As `str.split`, traced."""
+        """The pieces between separators, cut from the left."""
         return self._found(super().split(sep, maxsplit), sep)
 
     def rsplit(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[str]:
-        """As `str.rsplit`, traced."""
+        """The pieces between separators, cut from the right."""
         return self._found(super().rsplit(sep, maxsplit), sep)
 
     def splitlines(self, keepends: bool = False) -> list[str]:
-        """As `str.splitlines`, traced."""
+        """The lines, with or without their ends."""
         whole = self._found(super().splitlines(keepends=True), "")
         return [line[: len(text)] for line, text in zip(whole, super().splitlines(keepends), strict=True)]
 
     def partition(self, sep: str, /) -> tuple[str, str, str]:
-        """As `str.partition`, traced."""
+        """What is before the first separator, the separator, and the rest."""
         before, _, _ = super().partition(sep)
         return self[: len(before)], self[len(before) :][: len(sep)], self[len(before) + len(sep) :]
 
     def rpartition(self, sep: str, /) -> tuple[str, str, str]:
-        """As `str.rpartition`, traced."""
+        """What is before the last separator, the separator, and the rest."""
         before, found, after = super().rpartition(sep)
         return self[: len(before)], self[len(before) :][: len(found)], self[len(self) - len(after) :]
 
     def replace(self, old: str, new: str, count: SupportsIndex = -1) -> str:
-        """As `str.replace`; what stands in a client's place is the client's."""
+        """The text with `new` for `old`; what stands in a client's place is the client's."""
         if not old:
             return str(inherit(super().replace(old, new, count), (self,)))
         first, *others = self.split(old, count)
@@ -115,7 +117,7 @@ class TracedText(str):
         return concat(pieces)
 
     def join(self, texts: Iterable[str], /) -> str:
-        """As `str.join`, traced."""
+        """These texts with this one between them."""
         return join(self, texts)
 
     def _found(self, parts: list[str], sep: str | None) -> list[str]:
@@ -126,6 +128,23 @@ class TracedText(str):
             found.append(self[position : position + len(part)])
             position += len(part) + len(sep or "")
         return found
+
+
+class MarkupText(TracedText):
+    """What the filters `safe` and `escape` return: adding other text to it escapes that text, as MarkupSafe does."""
+
+    __slots__ = ()
+
+    def __html__(self) -> str:
+        return self
+
+    def __add__(self, other: Any) -> Any:
+        text = concat((self, escaped(other)))
+        return MarkupText(text, sources_of(text))
+
+    def __radd__(self, other: Any) -> Any:
+        text = concat((escaped(other), self))
+        return MarkupText(text, sources_of(text))
 
 
 class NullText(TracedText):
@@ -230,6 +249,15 @@ def printed(value: Any) -> str:
     return value if isinstance(value, str) else inherit(str(value), (value,))
 
 
+def escaped(value: Any) -> MarkupText:
+    """The text with HTML's special characters escaped, unless it already is."""
+    text = printed(value)
+    if not isinstance(text, MarkupText):
+        shown = ((str.__str__(escape(char)), source) for char, source in zip(text, sources_of(text), strict=True))
+        text = concat(TracedText(char, source * len(char)) for char, source in shown)
+    return MarkupText(text, sources_of(text))
+
+
 def formatted(form: Callable[..., str], template: str, values: Any) -> str:
     """The result of `form(template, values)`, traced: a second run with fillers shows where each value went."""
     fillers: dict[str, TracedText] = {}
@@ -260,8 +288,6 @@ def to_json(
     Raises:
         TypeError: a value that JSON has no form for.
     """
-    if first_traced(value) is None and not isinstance(value, NullText):
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
     between, colon = separators or ((", " if indent is None else ","), ": ")
     step = " " * indent if isinstance(indent, int) else indent
 

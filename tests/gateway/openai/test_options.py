@@ -264,14 +264,22 @@ def test_continuing_switches_the_generation_prompt_off_by_itself() -> None:
     assert not chat(continue_final_message=True).chat.add_generation_prompt
 
 
-def test_tool_arguments_reach_templates_as_objects() -> None:
-    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": [1]}'}}
-    messages = [{"role": "assistant", "content": None, "tool_calls": [call]}]
-    (message,) = chat(messages=messages).chat.messages
-    assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": {"x": [1]}}
-    call["function"] = {"name": "f", "arguments": "{broken"}
-    (message,) = chat(messages=messages).chat.messages
-    assert message["tool_calls"][0]["function"]["arguments"] == "{broken"
+@pytest.mark.parametrize("arguments", ['{"x": [1]}', {"x": [1]}, "{broken", None])
+def test_tool_arguments_are_kept_as_they_were_sent(arguments: object) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    (message,) = chat(messages=[{"role": "assistant", "content": None, "tool_calls": [call]}]).chat.messages
+    assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": arguments}
+
+
+def test_an_empty_list_is_a_null_content_of_an_assistant() -> None:
+    (message,) = chat(messages=[{"role": "assistant", "content": []}]).chat.messages
+    assert message["content"] is None
+
+
+def test_reasoning_effort_is_given_once() -> None:
+    twice = {"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "high"}}
+    with pytest.raises(InvalidRequestError, match="choose one"):
+        chat(messages=[{"role": "user", "content": "hi"}], **twice)
 
 
 def test_tools_that_may_not_be_called_are_left_out() -> None:

@@ -67,8 +67,9 @@ async def test_another_model_is_a_404_everywhere(tiny_model_dir: Path, path: str
 
 async def test_templates_that_refuse_are_a_400_before_any_worker(tiny_model_dir: Path) -> None:
     async with running(tiny_model_dir, speak("a")) as service:
-        messages = [{"role": "assistant", "content": None}]
-        response = await service.post("/v1/chat/completions", {"messages": messages})
+        messages = [{"role": "user", "content": "hi"}]
+        body = {"messages": messages, "chat_template_kwargs": {"eos_token": "x"}}
+        response = await service.post("/v1/chat/completions", body)
         assert service.dispatcher.requests == []
     assert response.status_code == 400
     assert "{%" not in response.text

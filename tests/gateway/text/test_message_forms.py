@@ -2,43 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
-from chat_tokenizers import SPECIAL_TOKENS, byte_level
-from transformers.utils.chat_template_utils import render_jinja_template
+from rendering import TOOL, USER, call, parts, reference, render
 
 from pdserve.errors import InvalidRequestError
-from pdserve.gateway.text.chat_prompt import Chat, ChatPrompts
-from pdserve.gateway.text.tokenizer import ModelTokenizer
-from pdserve.templating.chat_template import ChatTemplate
-
-Messages = list[dict[str, Any]]
-
-
-def render(source: str, messages: Messages, **options: Any) -> str:
-    template = ChatTemplate(source, SPECIAL_TOKENS)
-    prompts = ChatPrompts(ModelTokenizer(byte_level(), SPECIAL_TOKENS, template.literals), template)
-    return prompts.build(Chat(messages, **options)).text
-
-
-def reference(source: str, messages: Messages, **options: Any) -> str:
-    """What transformers' own renderer makes of the same values."""
-    variables = {"add_generation_prompt": True, **SPECIAL_TOKENS, **options}
-    return render_jinja_template([messages], chat_template=source, **variables)[0][0]
-
-
-def parts(*texts: str) -> Messages:
-    return [{"type": "text", "text": text} for text in texts]
-
-
-def call(arguments: Any, name: str = "run_shell") -> dict[str, Any]:
-    return {"id": "call_1", "type": "function", "function": {"name": name, "arguments": arguments}}
-
-
-USER, TOOL = {"role": "user", "content": "run ls"}, {"role": "tool", "tool_call_id": "call_1", "content": "file1.txt"}
-
 
 # --- strings or parts
 
@@ -265,116 +234,3 @@ def test_null_fields_and_empty_calls_are_absent() -> None:
         "name": None,
     }
     assert render(source, [answer]) == "okFalse False False False "
-
-
-# --- arguments
-
-SPLICED = """
-{%- for m in messages -%}
-{%- if m.tool_calls -%}{%- for c in m.tool_calls -%}{{- '<|call|>' + c.function.name + '\\n' + c.function.arguments + '<|/call|>' -}}{%- endfor -%}
-{%- else -%}{{- '<|' + m.role + '|>' + m.content -}}{%- endif -%}
-{%- endfor -%}"""  # noqa: E501
-
-
-@pytest.mark.parametrize("content", ["", None])
-def test_arguments_that_are_spliced_as_text_appear_as_the_client_sent_them(content: str | None) -> None:
-    text = '{"command":  "ls", "n": 1.0}'
-    shown = render(SPLICED, [USER, {"role": "assistant", "content": content, "tool_calls": [call(text)]}, TOOL])
-    assert shown == f"<|user|>run ls<|call|>run_shell\n{text}<|/call|><|tool|>file1.txt"
-
-
-@pytest.mark.parametrize(
-    "expression",
-    [
-        "{{ a | tojson }}",
-        "{{ a if a is string else a | tojson }}",
-        "{{ a }}",
-        "{{ a ~ '' }}",
-        "{{ '' + a }}",
-        "{{ a + '' }}",
-        "{{ a | string }}",
-        "{{ '%s' | format(a) }}",
-        "{{ '{}'.format(a) }}",
-        "{{ [a] | map('tojson') | join }}",
-        "{{ a if a is not mapping else a | tojson }}",
-        "{{ a.strip() }}",
-    ],
-)
-@pytest.mark.parametrize(
-    "arguments", ['{"a": "é\\"", "b": [1, null]}', {"a": 'é"', "b": [1, None]}], ids=["text", "object"]
-)
-def test_arguments_are_json_however_a_template_writes_them(expression: str, arguments: Any) -> None:
-    source = "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}{% set a = c.function.arguments %}"
-    source += expression + "{% endfor %}{% endfor %}"
-    shown = render(source, [{"role": "assistant", "content": "", "tool_calls": [call(arguments)]}])
-    assert json.loads(shown) == {"a": 'é"', "b": [1, None]}
-
-
-def test_arguments_whose_members_are_listed_are_an_object() -> None:
-    source = "{% for m in messages %}{% for c in m.tool_calls %}"
-    source += "{% for k, v in c.function.arguments.items() %}{{ k }}={{ v }};"
-    source += (
-        "{% endfor %}{% for k, v in c.function.arguments | items %}{{ k }}={{ v }};{% endfor %}{% endfor %}{% endfor %}"
-    )
-    messages = [{"role": "assistant", "content": "", "tool_calls": [call('{"a": true, "b": "x"}')]}]
-    assert render(source, messages) == "a=True;b=x;a=True;b=x;"
-
-
-@pytest.mark.parametrize("arguments", ["not json", "[1]", '"text"', '{"a": '])
-def test_arguments_that_are_no_object_stay_text(arguments: str) -> None:
-    assert arguments in render(SPLICED, [{"role": "assistant", "content": "", "tool_calls": [call(arguments)]}])
-
-
-@pytest.mark.parametrize("arguments", ["", None])
-def test_empty_arguments_are_an_empty_object(arguments: str | None) -> None:
-    if arguments is not None:
-        assert "run_shell\n{}<" in render(
-            SPLICED, [{"role": "assistant", "content": "", "tool_calls": [call(arguments)]}]
-        )
-
-
-# --- reasoning
-
-
-@pytest.mark.parametrize("read", ["reasoning_content", "reasoning", "thinking"])
-@pytest.mark.parametrize("sent", ["reasoning_content", "reasoning", "thinking"])
-def test_thoughts_are_there_under_the_name_that_a_template_reads(read: str, sent: str) -> None:
-    source = (
-        "{% for m in messages %}{% if m." + read + " %}<{{ m." + read + " }}>{% endif %}{{ m.content }}{% endfor %}"
-    )
-    assert render(source, [USER, {"role": "assistant", "content": "ok", sent: "hm"}, USER]) == "run ls<hm>okrun ls"
-
-
-def test_a_template_that_wants_only_one_of_content_and_thoughts_gets_it() -> None:
-    source = "{% for m in messages %}{% if m.content and m.thinking %}{{ raise_exception('not both') }}{% endif %}"
-    source += "{{ m.content }}{% endfor %}"
-    assert render(source, [USER, {"role": "assistant", "content": "ok", "reasoning_content": "hm"}]) == "run lsok"
-
-
-# --- what a client may set
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "bos_token",
-        "eos_token",
-        "unk_token",
-        "raise_exception",
-        "strftime_now",
-        "range",
-        "namespace",
-        "dict",
-        "loop",
-        "self",
-    ],
-)
-def test_template_variables_replace_nothing_of_the_templates_own(name: str) -> None:
-    with pytest.raises(InvalidRequestError, match=f"chat_template_kwargs.{name}") as caught:
-        render(PLAIN, [USER], variables={name: "x"})
-    assert caught.value.param == "chat_template_kwargs"
-
-
-def test_documents_reach_a_template_that_reads_them() -> None:
-    source = "{% for d in documents or [] %}[{{ d.title }}: {{ d.text }}]{% endfor %}{{ messages[0].content }}"
-    assert render(source, [USER], documents=[{"title": "t", "text": "d"}]) == "[t: d]run ls"
