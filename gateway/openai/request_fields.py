@@ -65,6 +65,7 @@ _SAMPLING = _served(
 _UNSERVED = {
     **_refused("beam search is not served", False, names="use_beam_search"),
     **_refused("it belongs to beam search, which is not served", 1, names="length_penalty"),
+    **_refused("it belongs to beam search, which is not served", False, names="early_stopping"),
     **_refused(
         "structured output is not supported yet",
         names="structured_outputs guided_json guided_regex guided_choice guided_grammar",
@@ -133,6 +134,7 @@ _UNREAD = {
     ),
     **_harmless("a guess of the answer could make it come sooner, and does not change it", "prediction"),
     **_harmless("tools are not called", "parallel_tool_calls"),
+    **_harmless("structured output itself is refused", "guided_decoding_backend", "guided_whitespace_pattern"),
     **_harmless("shown special tokens are joined as the tokenizer joins them", "spaces_between_special_tokens"),
     **_harmless("events carry what is ready", "stream_interval"),
     **_harmless("only rendering tells offsets", "return_token_offsets"),
@@ -140,7 +142,7 @@ _UNREAD = {
         "it is about images, audio and video, which are refused in messages",
         *("media_io_kwargs", "mm_processor_kwargs", "mm_payload", "return_mm_kwargs"),
     ),
-    **_harmless("it is about the inside of a process", "skip_clone"),
+    **_harmless("it is about the inside of a process", "skip_clone", "output_text_buffer_length"),
 }
 
 _CHAT_TEXT = _served(

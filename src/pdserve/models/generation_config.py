@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,8 +78,9 @@ class _Values:
             return default
         value = read(given)
         if value is None:
+            shown = repr(given)[:60]
             raise ModelError(
-                f"{self.file}: {name} must be {expected}, not {given!r}; correct it, or set GENERATION_CONFIG to off"
+                f"{self.file}: {name} must be {expected}, not {shown}; correct it, or set GENERATION_CONFIG to off"
             )
         return value
 
@@ -99,7 +99,7 @@ def _integer(low: int) -> Callable[[object], int | None]:
 
 def _number(low: float, high: float = 1e9, *, is_low_open: bool = False) -> Callable[[object], float | None]:
     def read(value: object) -> float | None:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, int | float):
             return None
         return float(value) if low <= value <= high and not (is_low_open and value == low) else None
 
