@@ -29,6 +29,9 @@ from pdserve.gateway.text.tokenizer import Detokenizer
 from pdserve.ids import RequestId
 from pdserve.reasons import CancelReason, Ending
 
+MAX_PROMPT_LOGPROBS = 2**21
+"""Log-probabilities of prompt tokens in one answer; each takes some 300 bytes until it is sent."""
+
 Body = dict[str, Any]
 T = TypeVar("T")
 
@@ -48,7 +51,7 @@ class Envelope:
             "id": call.request_id,
             "object": "",
             "created": int(time.time()),
-            "model": frontend.card.served_name,
+            "model": call.model,
             "system_fingerprint": f"pdserve-{frontend.card.fingerprint[:12]}",
         }
         return cls(head, options.stream, prompts)
@@ -138,6 +141,7 @@ def start(
     """
     if not all(prompts):
         raise InvalidRequestError("the prompt is empty and this model has no token to begin with", param="prompt")
+    _check_scores(prompts, options)
     limit = frontend.max_total_tokens
     eos_ids = frozenset[int]() if options.sampling.ignore_eos else frontend.card.eos_token_ids
     terminal_ids = eos_ids | set(options.sampling.stop_token_ids)
@@ -170,6 +174,21 @@ def start(
     call.record.waterfall = generations[0].waterfall
     outputs = [_output(frontend, index, options, terminal_ids, continues) for index in range(len(requests) * options.n)]
     return Answer(generations, outputs, clock=frontend.clock, on_tokens=frontend.observer.tokens_came)
+
+
+def _check_scores(prompts: Sequence[list[int]], options: Options) -> None:
+    """Refuse an answer that the log-probabilities of prompts would make larger than memory should hold."""
+    count = options.sampling.prompt_logprobs
+    if count is None:
+        return
+    num_numbers = sum(map(len, prompts)) * options.n * (1 + count)
+    if num_numbers > MAX_PROMPT_LOGPROBS:
+        raise InvalidRequestError(
+            f"{sum(map(len, prompts))} prompt tokens, {1 + count} log-probabilities of each and n = {options.n} make "
+            f"{num_numbers} numbers, at most {MAX_PROMPT_LOGPROBS} are told at once; send fewer prompts, ask for less",
+            param="prompt_logprobs",
+            code="invalid_value",
+        )
 
 
 def _output(

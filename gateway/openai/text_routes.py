@@ -68,7 +68,7 @@ async def render(frontend: Frontend, call: Call, fields: Fields) -> None:
         text = await loop.run_in_executor(frontend.executor, frontend.prompts.tokenizer.decode, token_ids)
     await call.responder.json(
         {
-            "model": frontend.card.served_name,
+            "model": call.model,
             "prompt": text,
             "prompt_token_ids": token_ids,
             "num_prompt_tokens": len(token_ids),
@@ -88,27 +88,31 @@ def add_text_routes(app: FastAPI, frontend: Frontend) -> None:
 
 def _model_routes(frontend: Frontend) -> APIRouter:
     router = APIRouter()
-    card = frontend.card
-    model = {
-        "id": card.served_name,
-        "object": "model",
-        "created": int(time.time()),
-        "owned_by": "pdserve",
-        "root": card.served_name,
-        "parent": None,
-        "max_model_len": card.max_model_len,
-        "sampling_defaults": dataclasses.asdict(card.sampling_defaults),
+    card, created = frontend.card, int(time.time())
+    models = {
+        name: {
+            "id": name,
+            "object": "model",
+            "created": created,
+            "owned_by": "pdserve",
+            "root": card.served_name,
+            "parent": None,
+            "max_model_len": card.max_model_len,
+            "sampling_defaults": dataclasses.asdict(card.sampling_defaults),
+        }
+        for name in card.served_names
     }
 
     @router.api_route("/v1/models", methods=READING)
     async def list_models() -> JSONResponse:
-        return JSONResponse({"object": "list", "data": [model]})
+        return JSONResponse({"object": "list", "data": list(models.values())})
 
     @router.api_route("/v1/models/{name:path}", methods=READING)
     async def one_model(name: str) -> JSONResponse:
         if not name:
             return await list_models()
-        if name.removesuffix("/") != card.served_name:
+        model = models.get(name.removesuffix("/"))
+        if model is None:
             raise http_error(404, f"The model {name[:80]!r} does not exist here.", code="model_not_found")
         return JSONResponse(model)
 

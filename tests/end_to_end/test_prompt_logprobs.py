@@ -232,6 +232,19 @@ def test_a_prefill_worker_killed_amid_the_prompt_changes_nothing(
     assert re.search(r'^pd_redispatch_total\{.*phase="prefill".*\} [1-9]', metrics, re.MULTILINE)
 
 
+@pytest.mark.parametrize("max_tokens", [0, 5])
+@pytest.mark.parametrize("fault", ["drop", "duplicate", "reorder"])
+def test_messages_that_are_lost_doubled_or_late_change_nothing(
+    service: PrivateService, http: httpx.Client, truth: Truth, fault: str, max_tokens: int
+) -> None:
+    for process in service.workers:
+        service.put_faults(process.role, {fault: {"message": "PromptLogprobs", "times": 3}}, process.index)
+    prompt = prompt_of(600, 70)
+    (choice,) = ask(service.url, http, prompt, max_tokens=max_tokens)
+    assert_true(choice, prompt, truth)
+    assert len(choice["logprobs"]["tokens"]) == len(prompt) + max_tokens
+
+
 def test_many_prompts_at_once_are_scored_among_others_that_are_not(
     service: PrivateService, http: httpx.Client, truth: Truth
 ) -> None:

@@ -173,7 +173,7 @@ async def running(
     model: Path, script: Script, limits: FrontendLimits | None = None, **options: Any
 ) -> AsyncIterator[Service]:
     """Serve on a free port until the block ends."""
-    card = ModelCard.load(model, served_name="tiny")
+    card = ModelCard.load(model, served_name=options.pop("served_name", "tiny"))
     faults = options.pop("faults", None)
     connection = {name: options.pop(name) for name in CONNECTION_LIMITS if name in options}
     dispatcher = ScriptedDispatcher(script, eos_token_ids=card.eos_token_ids, **options)

@@ -19,8 +19,8 @@ class ModelCard:
     """A served model, as seen from outside the engine."""
 
     path: Path
-    served_name: str
-    """The name that clients put into `model`."""
+    served_names: tuple[str, ...]
+    """The names that clients may put into `model`; the first stands in metrics, and in answers to who names none."""
     vocab_size: int
     """Rows of the embedding: token ids are in [0, vocab_size). May exceed the tokenizer's own."""
     max_model_len: int
@@ -32,6 +32,11 @@ class ModelCard:
     fingerprint: Fingerprint
     sampling_defaults: SamplingDefaults = USUAL
     """Of requests that are silent; the gateway alone sets them."""
+
+    @property
+    def served_name(self) -> str:
+        """The first of its names."""
+        return self.served_names[0]
 
     @classmethod
     def load(
@@ -45,7 +50,7 @@ class ModelCard:
 
         Args:
             path: the folder.
-            served_name: else the folder's name.
+            served_name: one or several, separated by commas; else the folder's name.
             chat_template: Jinja source, or the path of a file with it; replaces the model's own.
             max_model_len: tokens; else the model's context length.
 
@@ -63,7 +68,7 @@ class ModelCard:
             raise ModelError(f"{path / 'config.json'} has no vocab_size: not a causal language model")
         return cls(
             path=path,
-            served_name=served_name or path.resolve().name,
+            served_names=tuple(served_name.split(",")) if served_name else (path.resolve().name,),
             vocab_size=text["vocab_size"],
             max_model_len=_max_model_len(text, max_model_len),
             eos_token_ids=frozenset(eos),

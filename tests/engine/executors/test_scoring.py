@@ -8,6 +8,7 @@ import pytest
 import torch
 from cpu_models import build, load, stock
 from engine_oracle import make_sequence, run_to_end
+from recorded_device import RecordedDevice
 
 from pdserve.engine.engine import Engine
 from pdserve.engine.executors.fake import FakeExecutor, FakeOptions, hash_token
@@ -145,9 +146,11 @@ def test_nothing_but_the_prompt_may_fill_the_whole_context(load_executor, stock_
         engine.add(scored(prompt, max_tokens=1, is_prefill_only=True))
 
 
+@pytest.mark.parametrize("max_decode_seqs", [0, 16])
 @pytest.mark.parametrize("arch", ["llama", "qwen3", "gemma2"])
-def test_the_cuda_executor_scores_prompts_between_others(arch, load_cuda, stock_model, make_engine):
-    engine = make_engine(load_cuda(arch, max_decode_seqs=0), max_num_batched_tokens=20)
+def test_the_cuda_executor_scores_prompts_between_others(arch, max_decode_seqs, load_cuda, stock_model, make_engine):
+    executor = load_cuda(arch, RecordedDevice(), max_decode_seqs=max_decode_seqs)
+    engine = make_engine(executor, max_num_batched_tokens=20)
     prompts = [prompt_of(length, engine.executor.vocab_size, length) for length in (1, 2, 21, 34)]
     sequences = [scored(prompt, max_tokens=4) for prompt in prompts]
     neighbour = make_sequence(prompt_of(9, engine.executor.vocab_size, 5), 12)

@@ -174,3 +174,17 @@ async def test_wrong_values_are_refused_by_name(
     assert response.status_code == 400, response.text
     assert response.json()["error"]["param"] == param
     assert response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("fields", [
+    {"prompt": [[5] * 400] * 250, "prompt_logprobs": 20},
+    {"prompt": [[5] * 400] * 250, "logprobs": 20, "echo": True, "max_tokens": 0},
+    {"prompt": [5] * 1000, "prompt_logprobs": 20, "n": 128},
+])  # fmt: skip
+async def test_more_numbers_than_memory_should_hold_are_refused(tiny_model_dir: Path, fields: dict[str, Any]) -> None:
+    async with running(tiny_model_dir, speak("x")) as service:
+        response = await service.post(COMPLETIONS, fields)
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "prompt_logprobs"), response.text
+        assert service.dispatcher.requests == []
+        fewer = {**fields, "n": 1, "prompt": [5] * 1000}
+        assert (await service.post(COMPLETIONS, fewer)).status_code == 200

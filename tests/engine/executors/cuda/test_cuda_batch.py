@@ -23,14 +23,14 @@ from pdserve.kernels.splits import num_splits
 
 @st.composite
 def batches(draw):
-    pieces = draw(st.lists(st.tuples(st.integers(0, 40), st.integers(1, 9), st.booleans()), min_size=1, max_size=7))
+    piece = st.tuples(st.integers(0, 40), st.integers(1, 9), st.booleans(), st.integers(0, 9))
+    pieces = draw(st.lists(piece, min_size=1, max_size=7))
     block_size = draw(st.sampled_from([1, 3, 4, 16]))
     batch, next_block = [], 100
-    for start, count, samples in pieces:
+    for start, count, samples, num_scored in pieces:
         num_blocks = -(-(start + count) // block_size) + draw(st.integers(0, 2))
-        batch.append(
-            SequenceSlice(list(range(count)), start, list(range(next_block, next_block + num_blocks)), samples)
-        )
+        blocks = list(range(next_block, next_block + num_blocks))
+        batch.append(SequenceSlice(list(range(count)), start, blocks, samples, num_scored=min(num_scored, count)))
         next_block += num_blocks
     return batch, block_size
 
