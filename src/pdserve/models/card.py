@@ -31,7 +31,7 @@ class ModelCard:
     """Jinja source; None: the model cannot chat."""
     fingerprint: Fingerprint
     sampling_defaults: SamplingDefaults = USUAL
-    """Of requests that are silent; the gateway alone sets them."""
+    """What requests that are silent are sampled with; the gateway alone sets it."""
 
     @property
     def served_name(self) -> str:

@@ -25,7 +25,7 @@ class SamplingDefaults:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     max_tokens: int | None = None
-    """Of a chat's answer; None: all that is left of the context."""
+    """The limit of a chat's answer; None: all that is left of the context."""
 
 
 USUAL = SamplingDefaults()
