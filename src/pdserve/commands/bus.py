@@ -89,7 +89,7 @@ async def _show(settings: BusSettings, is_raw: bool, count: int | None) -> None:
 
 def _send(words: list[str]) -> int:
     if not words or (words[0].startswith("--")):
-        raise PdserveError("send takes a FILE of JSON lines, or - for standard input")
+        raise SettingError("FILE", words[0] if words else None, "a file of JSON lines, or - for standard input")
     settings = _settings(words[1:])
     lines = _read_lines(words[0], Keys(settings.service))
     asyncio.run(_put(settings, lines))
