@@ -85,11 +85,6 @@ class Frontend:
     has_ended: asyncio.Event = field(default_factory=asyncio.Event)
     """Set whenever a request for tokens has ended."""
 
-    @property
-    def max_total_tokens(self) -> int:
-        """Tokens of prompt and output together that can be served now."""
-        return min(self.card.max_model_len, self.dispatcher.max_total_tokens or self.card.max_model_len)
-
     async def wait_until_idle(self) -> None:
         """Return once no request for tokens is in hand."""
         while self.num_active:

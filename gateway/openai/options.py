@@ -85,12 +85,6 @@ class Options:
     usual_max_tokens: int | None = None
     """When the client gives no limit, the model's own; None: all that is left."""
 
-    def truncated(self, token_ids: list[int], limit: int) -> list[int]:
-        """The part of a prompt that the client wants; `limit` is of prompt and output together."""
-        if self.truncation is None:
-            return token_ids
-        return self.truncation.apply(token_ids, self.max_tokens, limit)
-
     def sampling_for(self, num_prompt_tokens: int, limit: int) -> SamplingParams:
         """The final sampling parameters.
 

@@ -106,6 +106,11 @@ def usage_of(answer: Answer | None, *, num_prompt_tokens: int, has_timing: bool)
 # --- submitting
 
 
+def max_total_tokens(frontend: Frontend) -> int:
+    """Tokens of prompt and output together that can be served now."""
+    return min(frontend.card.max_model_len, frontend.dispatcher.max_total_tokens or frontend.card.max_model_len)
+
+
 def prepare(
     frontend: Frontend, prompts: Sequence[list[int]], options: Options, param: str
 ) -> tuple[list[list[int]], Options]:
@@ -115,7 +120,10 @@ def prepare(
         InvalidRequestError: a text has no token that the model knows; `param` is the field that brought the prompts.
     """
     tokenizer, vocab_size = frontend.prompts.tokenizer, frontend.card.vocab_size
-    kept = [options.truncated(token_ids, frontend.max_total_tokens) for token_ids in prompts]
+    kept = list(prompts)
+    if options.truncation is not None:
+        limit = max_total_tokens(frontend)
+        kept = [options.truncation.apply(token_ids, options.max_tokens, limit) for token_ids in prompts]
     for token_ids in kept:
         if token_ids and max(token_ids) >= vocab_size:
             raise unknown_token(tokenizer, token_ids, vocab_size, param)
@@ -142,7 +150,7 @@ def start(
     if not all(prompts):
         raise InvalidRequestError("the prompt is empty and this model has no token to begin with", param="prompt")
     _check_scores(prompts, options)
-    limit = frontend.max_total_tokens
+    limit = max_total_tokens(frontend)
     eos_ids = frozenset[int]() if options.sampling.ignore_eos else frontend.card.eos_token_ids
     terminal_ids = eos_ids | set(options.sampling.stop_token_ids)
     requests = [

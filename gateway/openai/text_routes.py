@@ -23,6 +23,7 @@ from pdserve.gateway.openai.chat import read_chat, read_max_tokens
 from pdserve.gateway.openai.endpoint import PostEndpoint
 from pdserve.gateway.openai.frontend import Call, Frontend
 from pdserve.gateway.openai.options import read_truncation
+from pdserve.gateway.openai.reply import max_total_tokens
 
 
 async def tokenize(frontend: Frontend, call: Call, fields: Fields) -> None:
@@ -64,7 +65,7 @@ async def render(frontend: Frontend, call: Call, fields: Fields) -> None:
     prompt = await loop.run_in_executor(frontend.executor, frontend.prompts.build, chat)
     text, token_ids = prompt.text, prompt.token_ids
     if truncation is not None:
-        token_ids = truncation.apply(token_ids, max_tokens, frontend.max_total_tokens)
+        token_ids = truncation.apply(token_ids, max_tokens, max_total_tokens(frontend))
         text = await loop.run_in_executor(frontend.executor, frontend.prompts.tokenizer.decode, token_ids)
     await call.responder.json(
         {
