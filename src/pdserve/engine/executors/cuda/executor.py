@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from pdserve.engine.executors.base import KvCacheSpec, SequenceSlice
 from pdserve.engine.executors.cuda.batch import (
@@ -31,7 +31,8 @@ from pdserve.engine.executors.cuda.kernels import KernelSet
 from pdserve.engine.executors.cuda.memory import ModelSize, reserved_bytes
 from pdserve.engine.executors.cuda.model import FusedDecoder, OptionsProbe, StockDecoder, why_not_fused
 from pdserve.engine.executors.model_support import check_supported, longest_context
-from pdserve.engine.executors.stock.attention_route import ATTENTION_NAME, connect
+from pdserve.engine.executors.stock.attention_route import connect
+from pdserve.engine.executors.stock.checkpoint import load_model
 from pdserve.errors import ModelError
 from pdserve.kernels.splits import workspace_bytes
 from pdserve.log import get_logger
@@ -116,10 +117,7 @@ class CudaExecutor:
             raise ModelError(f"{model_path} is not a readable model folder: {error}") from error
         check_supported(config)
         length = longest_context(config, max_model_len)
-        model = AutoModelForCausalLM.from_pretrained(
-            model_path, dtype=dtype, attn_implementation=ATTENTION_NAME, local_files_only=True
-        )
-        model = model.to(device.device).eval()
+        model = load_model(model_path, dtype).to(device.device)
         return cls(
             model,
             device,
