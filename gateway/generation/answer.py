@@ -194,6 +194,10 @@ class Answer:
         """Prompt tokens that did not have to be computed."""
         return sum(generation.num_cached_tokens for generation in self.generations)
 
+    def num_prompt_tokens_of(self, output: ChoiceOutput) -> int:
+        """Tokens of the prompt that a choice continues."""
+        return len(self.generations[output.index // self._n].request.prompt_token_ids)
+
     @property
     def num_output_tokens(self) -> int:
         """Tokens of all choices."""

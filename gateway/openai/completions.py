@@ -20,8 +20,10 @@ from pdserve.gateway.http.body import Fields, is_integer, is_token_id
 from pdserve.gateway.openai.frontend import Call, Frontend
 from pdserve.gateway.openai.logprobs import CompletionLogprobs, prompt_entries, prompt_logprobs
 from pdserve.gateway.openai.options import MAX_LOGPROBS, MAX_TOKENS, Options, check_response_format, read_options
-from pdserve.gateway.openai.reply import Body, Envelope, send_answer, start, usage_of
+from pdserve.gateway.openai.reply import Body, Envelope, prepare, send_answer, start, token_counts, usage_of
+from pdserve.gateway.openai.request_fields import REFUSED_IN_COMPLETIONS
 from pdserve.gateway.text.tokenizer import Detokenizer, ModelTokenizer
+from pdserve.models.generation_config import USUAL, SamplingDefaults
 from pdserve.reasons import Ending, FinishReason
 
 _KIND = "text_completion"
@@ -39,35 +41,39 @@ async def completions(frontend: Frontend, call: Call, fields: Fields) -> None:
     """
     request = read_completion_request(
         fields,
+        defaults=frontend.card.sampling_defaults,
         vocab_size=frontend.card.vocab_size,
         draw_seed=frontend.draw_seed,
         has_timing_header=call.has_timing,
     )
     started_s, loop = frontend.clock(), asyncio.get_running_loop()
-    prompts, echoes = await loop.run_in_executor(frontend.executor, _encode, frontend, request)
+    prompts, echoes, options = await loop.run_in_executor(frontend.executor, _encode, frontend, request)
     frontend.observer.tokenized(frontend.clock() - started_s)
     num_prompt_tokens = sum(map(len, prompts))
-    envelope = Envelope.of(frontend, call, request.options, prompts)
+    envelope = Envelope.of(frontend, call, options, prompts)
     shape = CompletionShape(envelope, request, echoes, frontend.prompts.tokenizer)
     if request.needs_no_worker:
         await _send_prompts(call, shape, request, num_prompt_tokens)
         return
-    options = request.options
-    answer = start(frontend, call, prompts, options, default_max_tokens=DEFAULT_MAX_TOKENS, continues=True)
+    answer = start(frontend, call, prompts, options, continues=True)
     await send_answer(frontend, call, answer, shape, options.stream, num_prompt_tokens)
 
 
-def _encode(frontend: Frontend, request: CompletionRequest) -> tuple[list[list[int]], list[str]]:
-    """(token ids, text to echo) of each prompt; blocking."""
+def _encode(frontend: Frontend, request: CompletionRequest) -> tuple[list[list[int]], list[str], Options]:
+    """(token ids, text to echo) of each prompt, complete options; blocking."""
     tokenizer = frontend.prompts.tokenizer
     ids = [
         tokenizer.encode(prompt, add_special_tokens=request.adds_special_tokens) if isinstance(prompt, str) else prompt
         for prompt in request.prompts
     ]
-    texts = [p if isinstance(p, str) else tokenizer.decode(p) for p in request.prompts] if request.is_echo else []
     if not all(ids):
         raise InvalidRequestError("the prompt is empty and this model has no token to begin with", param="prompt")
-    return ids, texts
+    kept, options = prepare(frontend, ids, request.options, "prompt")
+    texts = [
+        prompt if isinstance(prompt, str) and len(kept_ids) == len(whole_ids) else tokenizer.decode(kept_ids)
+        for prompt, whole_ids, kept_ids in zip(request.prompts if request.is_echo else [], ids, kept, strict=False)
+    ]
+    return kept, texts, options
 
 
 async def _send_prompts(call: Call, shape: CompletionShape, request: CompletionRequest, num_prompt_tokens: int) -> None:
@@ -80,6 +86,9 @@ async def _send_prompts(call: Call, shape: CompletionShape, request: CompletionR
         await call.responder.json(shape.prompts_only(num_choices, usage))
         return
     events = [shape.event(choice) for choice in shape.prompts_only(num_choices, usage)["choices"]]
+    if options.has_running_usage:
+        for index, event in enumerate(events):
+            event["usage"] = token_counts(shape.num_prompt_tokens(index), 0)
     await call.responder.done([*events, shape.usage(usage)] if options.has_usage else events)
 
 
@@ -106,7 +115,12 @@ class CompletionRequest:
 
 
 def read_completion_request(
-    fields: Fields, *, vocab_size: int, draw_seed: Callable[[], int], has_timing_header: bool
+    fields: Fields,
+    *,
+    vocab_size: int,
+    draw_seed: Callable[[], int],
+    has_timing_header: bool,
+    defaults: SamplingDefaults = USUAL,
 ) -> CompletionRequest:
     """Check a completions body; arguments as for `read_options`.
 
@@ -116,12 +130,12 @@ def read_completion_request(
     check_response_format(fields)
     is_echo = fields.boolean("echo", False)
     logprobs = fields.integer("logprobs", None, 0, MAX_LOGPROBS)
-    if fields.text("suffix"):
-        fields.forbid("suffix", "filling in the middle is not served")
     options = read_options(
         fields,
+        refused=REFUSED_IN_COMPLETIONS,
+        defaults=defaults,
         vocab_size=vocab_size,
-        max_tokens=fields.integer("max_tokens", None, 0 if is_echo else 1, MAX_TOKENS),
+        max_tokens=fields.integer("max_tokens", DEFAULT_MAX_TOKENS, 0 if is_echo else 1, MAX_TOKENS),
         logprobs=logprobs,
         draw_seed=draw_seed,
         has_timing_header=has_timing_header,
@@ -180,6 +194,7 @@ class CompletionShape:
         self._num_logprobs = request.options.sampling.logprobs
         self._num_prompt_logprobs = request.num_prompt_logprobs
         self._has_token_ids = request.options.stream.has_token_ids
+        self._has_token_names = request.options.has_token_names
         self._logprobs: dict[int, CompletionLogprobs] = {}
         self._tokenizer = tokenizer
 
@@ -235,18 +250,27 @@ class CompletionShape:
             choice["logprobs"] = {name: echoed[name] + values for name, values in choice["logprobs"].items()}
         return choice
 
+    def num_prompt_tokens(self, index: int) -> int:
+        """Tokens of the prompt of a choice."""
+        return len(self._envelope.prompt_token_ids[index // self._n])
+
     def _prompt_ids(self, output: ChoiceOutput) -> list[int]:
         return self._envelope.prompt_token_ids[output.index // self._n]
 
     def _echoed_logprobs(self, output: ChoiceOutput, num_top: int) -> Body:
         """The `logprobs` object of the prompt's tokens; those of generated ones go on behind it."""
-        tokenizer, logprobs = self._tokenizer, CompletionLogprobs(self._tokenizer.bytes_of)
-        self._logprobs[output.index] = logprobs
+        tokenizer, logprobs = self._tokenizer, self._logprobs_of(output)
         detokenizer = Detokenizer(
             tokenizer.backend_tokenizer, skip_special_tokens=False, token_bytes=tokenizer.token_bytes
         )
         entries = prompt_entries(self._prompt_ids(output), output.prompt_logprobs, detokenizer, num_top)
         return logprobs.format_echo(self._echo(output.index), entries)
+
+    def _logprobs_of(self, output: ChoiceOutput) -> CompletionLogprobs:
+        if output.index not in self._logprobs:
+            logprobs = CompletionLogprobs(self._tokenizer.bytes_of, has_token_names=self._has_token_names)
+            self._logprobs[output.index] = logprobs
+        return self._logprobs[output.index]
 
     def _echo(self, index: int) -> str:
         return self._echoes[index // self._n] if self._echoes else ""
@@ -256,8 +280,7 @@ class CompletionShape:
 
     def _with_tokens(self, choice: Body, output: ChoiceOutput, delta: Delta) -> Body:
         if self._num_logprobs is not None:
-            logprobs = self._logprobs.setdefault(output.index, CompletionLogprobs(self._tokenizer.bytes_of))
-            choice["logprobs"] = logprobs.format(delta.entries)
+            choice["logprobs"] = self._logprobs_of(output).format(delta.entries)
         if self._has_token_ids:
             choice["token_ids"] = delta.token_ids
         return choice

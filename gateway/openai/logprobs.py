@@ -19,21 +19,21 @@ BytesOf = Callable[[int], bytes]
 """A token by itself."""
 
 
-def chat_logprobs(entries: list[TokenEntry], bytes_of: BytesOf) -> dict[str, Any]:
-    """The `logprobs` object of a chat choice."""
-    return {"content": [_chat_entry(entry, bytes_of) for entry in entries], "refusal": None}
+def chat_logprobs(entries: list[TokenEntry], bytes_of: BytesOf, *, has_token_names: bool = False) -> dict[str, Any]:
+    """The `logprobs` object of a chat choice; `has_token_names`: tokens go by their ids."""
+    return {"content": [_chat_entry(entry, bytes_of, has_token_names) for entry in entries], "refusal": None}
 
 
-def _chat_entry(entry: TokenEntry, bytes_of: BytesOf) -> dict[str, Any]:
+def _chat_entry(entry: TokenEntry, bytes_of: BytesOf, has_names: bool) -> dict[str, Any]:
     logprobs = entry.logprobs
     assert logprobs is not None, entry
     return {
-        "token": entry.text,
+        "token": _name(entry.token_id) if has_names else entry.text,
         "logprob": finite_logprob(logprobs.logprob),
         "bytes": list(_bytes_shown(entry, bytes_of)),
         "top_logprobs": [
             {
-                "token": _shown(token_id, entry, bytes_of),
+                "token": _name(token_id) if has_names else _shown(token_id, entry, bytes_of),
                 "logprob": finite_logprob(logprob),
                 "bytes": list(bytes_of(token_id)),
             }
@@ -57,6 +57,8 @@ class CompletionLogprobs:
     bytes_of: BytesOf
     offset: int = 0
     """Characters of text before the next token."""
+    has_token_names: bool = False
+    """Tokens go by their ids."""
 
     def format(self, entries: list[TokenEntry]) -> dict[str, Any]:
         """The object for these tokens."""
@@ -65,7 +67,7 @@ class CompletionLogprobs:
             offsets.append(max(0, self.offset))
             self.offset += len(entry.text)
         return {
-            "tokens": [entry.text for entry in entries],
+            "tokens": [_name(entry.token_id) if self.has_token_names else entry.text for entry in entries],
             "token_logprobs": [_logprob(entry) for entry in entries],
             "top_logprobs": [self._top(entry) for entry in entries],
             "text_offset": offsets,
@@ -81,14 +83,21 @@ class CompletionLogprobs:
         logprobs = entry.logprobs
         if logprobs is None:
             return None
-        best = {entry.text: finite_logprob(logprobs.logprob)}
+        own = _name(entry.token_id) if self.has_token_names else entry.text
+        best = {own: finite_logprob(logprobs.logprob)}
         for token_id, logprob in zip(logprobs.top_token_ids, logprobs.top_logprobs, strict=True):
-            best.setdefault(_shown(token_id, entry, self.bytes_of), finite_logprob(logprob))
+            shown = _name(token_id) if self.has_token_names else _shown(token_id, entry, self.bytes_of)
+            best.setdefault(shown, finite_logprob(logprob))
         return best
 
 
 def _logprob(entry: TokenEntry) -> float | None:
     return None if entry.logprobs is None else finite_logprob(entry.logprobs.logprob)
+
+
+def _name(token_id: int) -> str:
+    """A token by its id: unlike its text, it is never that of another token or of half a character."""
+    return f"token_id:{token_id}"
 
 
 def _shown(token_id: int, entry: TokenEntry, bytes_of: BytesOf) -> str:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from functools import partial
 from typing import Any
@@ -18,9 +19,11 @@ from pdserve.errors import InvalidRequestError
 from pdserve.gateway.http.body import Fields
 from pdserve.gateway.http.error_body import http_error
 from pdserve.gateway.http.system_routes import READING
-from pdserve.gateway.openai.chat import read_chat
+from pdserve.gateway.openai.chat import read_chat, read_max_tokens
 from pdserve.gateway.openai.endpoint import PostEndpoint
 from pdserve.gateway.openai.frontend import Call, Frontend
+from pdserve.gateway.openai.options import read_truncation
+from pdserve.gateway.openai.reply import max_total_tokens
 
 
 async def tokenize(frontend: Frontend, call: Call, fields: Fields) -> None:
@@ -58,13 +61,18 @@ async def detokenize(frontend: Frontend, call: Call, fields: Fields) -> None:
 async def render(frontend: Frontend, call: Call, fields: Fields) -> None:
     """What a chat request sends to the model, without sending it."""
     loop, chat = asyncio.get_running_loop(), read_chat(fields)
+    truncation, max_tokens = read_truncation(fields), read_max_tokens(fields)
     prompt = await loop.run_in_executor(frontend.executor, frontend.prompts.build, chat)
+    text, token_ids = prompt.text, prompt.token_ids
+    if truncation is not None:
+        token_ids = truncation.apply(token_ids, max_tokens, max_total_tokens(frontend))
+        text = await loop.run_in_executor(frontend.executor, frontend.prompts.tokenizer.decode, token_ids)
     await call.responder.json(
         {
             "model": call.model,
-            "prompt": prompt.text,
-            "prompt_token_ids": prompt.token_ids,
-            "num_prompt_tokens": len(prompt.token_ids),
+            "prompt": text,
+            "prompt_token_ids": token_ids,
+            "num_prompt_tokens": len(token_ids),
         }
     )
 
@@ -91,6 +99,7 @@ def _model_routes(frontend: Frontend) -> APIRouter:
             "root": card.served_name,
             "parent": None,
             "max_model_len": card.max_model_len,
+            "sampling_defaults": dataclasses.asdict(card.sampling_defaults),
         }
         for name in card.served_names
     }

@@ -39,6 +39,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Subtracted from the logit of a token once for each time that the output has it."""
     logit_bias: dict[int, float] = {}
     """Token id → what is added to its logit."""
+    allowed_token_ids: tuple[int, ...] = ()
+    """Only these token ids may be drawn; empty = all."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Token sequences that the output never has: the last token of one is not drawn after the others."""
     ignore_eos: bool = False
     """Whether end-of-sequence tokens are tokens like any other."""
     stop_token_ids: tuple[int, ...] = ()

@@ -11,6 +11,7 @@ from typing import Any
 from pdserve.errors import ModelError, SettingError
 from pdserve.ids import Fingerprint
 from pdserve.models.context_length import context_length
+from pdserve.models.generation_config import USUAL, SamplingDefaults
 from pdserve.models.identity import model_fingerprint
 
 
@@ -30,6 +31,8 @@ class ModelCard:
     chat_template: str | None
     """Jinja source; None: the model cannot chat."""
     fingerprint: Fingerprint
+    sampling_defaults: SamplingDefaults = USUAL
+    """What requests that are silent are sampled with; the gateway alone sets it."""
 
     @property
     def served_name(self) -> str:

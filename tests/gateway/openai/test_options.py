@@ -198,8 +198,8 @@ def test_completions_own_fields_are_refused_by_name(fields: dict[str, Any], para
 @pytest.mark.parametrize("read", [chat, completion])
 def test_null_is_absent_and_unknown_fields_are_ignored(read: Any) -> None:
     nulls = dict.fromkeys([*BAD, "logprobs", "top_logprobs", "tools", "tool_choice", "suffix", "best_of", "echo"])
-    noise = {"store": True, "metadata": {}, "service_tier": "x", "user": 1, "verbosity": 2, "made_up": [1]}
-    topology = {"kv_transfer_params": {"remote_host": "127.0.0.1"}, "remote_host": "127.0.0.1", "bootstrap_port": 1}
+    noise = {"store": True, "metadata": {}, "service_tier": "x", "user": 1, "made_up": [1]}
+    topology = {"kv_transfer_params": {}, "remote_host": "127.0.0.1", "bootstrap_port": 1}
     assert read(**nulls, **noise, **topology).options == read().options
 
 
@@ -239,8 +239,8 @@ def test_newer_names_win() -> None:
 
 
 def test_completions_default_to_16_tokens_and_chats_to_the_rest() -> None:
-    assert completion().options.sampling_for(10, 100, 16).max_tokens == 16
-    assert chat().options.sampling_for(10, 100, None).max_tokens == 90
+    assert completion().options.sampling_for(10, 100).max_tokens == 16
+    assert chat().options.sampling_for(10, 100).max_tokens == 90
 
 
 @pytest.mark.parametrize(
@@ -248,7 +248,7 @@ def test_completions_default_to_16_tokens_and_chats_to_the_rest() -> None:
 )
 def test_what_never_fits_is_refused_with_the_three_numbers(num_prompt: int, max_tokens: int | None, param: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
-        chat(max_tokens=max_tokens).options.sampling_for(num_prompt, 100, None)
+        chat(max_tokens=max_tokens).options.sampling_for(num_prompt, 100)
     assert caught.value.param == param
     assert caught.value.code == "context_length_exceeded"
     for number in (100, num_prompt, max_tokens or 1):
@@ -257,7 +257,7 @@ def test_what_never_fits_is_refused_with_the_three_numbers(num_prompt: int, max_
 
 def test_min_tokens_must_fit_into_the_default_limit_too() -> None:
     with pytest.raises(InvalidRequestError, match="min_tokens"):
-        completion(min_tokens=17).options.sampling_for(10, 100, 16)
+        completion(min_tokens=17).options.sampling_for(10, 100)
 
 
 def test_continuing_switches_the_generation_prompt_off_by_itself() -> None:
