@@ -145,8 +145,8 @@ class Bus:
                 await self._answered.wait()
         except TimeoutError:
             raise BusError(
-                f"no answer within {start_timeout_s:g} s after the start ({self._last_problem}): see whether a Redis runs "
-                "there, and whether REDIS_URL has its address and password"
+                f"no answer within {start_timeout_s:g} s after the start ({self._last_problem}): see whether a Redis "
+                "runs there, and whether REDIS_URL has its address and password"
             ) from None
         ended, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in ended:

@@ -66,8 +66,8 @@ def check_space(folder: Path, num_bytes: int, purpose: str) -> None:
     free_bytes = shutil.disk_usage(folder).free
     if free_bytes < num_bytes:
         raise ModelError(
-            f"{purpose} needs {_mib(num_bytes)} and {folder} has {_mib(free_bytes)} free: make room there, or set PDS_HOME "
-            "to a folder on a larger disk"
+            f"{purpose} needs {_mib(num_bytes)} and {folder} has {_mib(free_bytes)} free: make room there, or set "
+            "PDS_HOME to a folder on a larger disk"
         )
 
 
@@ -119,7 +119,7 @@ def _run(module: str, arguments: list[str], progress: Callable[[str], None], log
     if process.returncode:
         source = f" out of {arguments[0]}" if len(arguments) > 1 else ""
         raise ModelError(
-            f"making the model{source} failed ({last_line[:300] or 'the builder said nothing'}): see whether the file is "
-            f"complete and of a supported architecture; all that was said is in {log_file}"
+            f"making the model{source} failed ({last_line[:300] or 'the builder said nothing'}): see whether the file "
+            f"is complete and of a supported architecture; all that was said is in {log_file}"
         )
     log_file.unlink(missing_ok=True)

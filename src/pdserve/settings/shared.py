@@ -66,6 +66,12 @@ class BusSettings(SharedSettings):
         unit="s",
         why="A healthy bus answers in milliseconds.",
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessSettings(BusSettings):
+    """Gateways and workers share a model, an address and the time limits between them."""
+
     bus_start_timeout_s: float = setting(
         60.0,
         seconds,
@@ -73,12 +79,6 @@ class BusSettings(SharedSettings):
         unit="s",
         why="A bus that starts together with its processes is there sooner, and a wrong address never is.",
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProcessSettings(BusSettings):
-    """Gateways and workers share a model, an address and the time limits between them."""
-
     model: str = setting(
         "demo",
         text,
