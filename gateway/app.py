@@ -103,7 +103,7 @@ async def _answer_http_error(request: Request, error: Exception) -> Response:
     allowed = {name: value for name, value in (error.headers or {}).items() if name.lower() == "allow"}
     methods = sorted({"OPTIONS", *(name.strip() for value in allowed.values() for name in value.split(","))})
     allowed = {name: ", ".join(methods) for name in allowed}
-    if error.status_code == 405 and request.method == "OPTIONS":
+    if request.method == "OPTIONS" and (error.status_code == 405 or request.scope["path"] == "*"):
         return Response(status_code=204, headers=allowed)
     return _response(http_error(error.status_code, _SENTENCES.get(error.status_code)), allowed)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
+from dataclasses import replace
 
 import uvloop
 
@@ -14,6 +15,7 @@ from pdserve.gateway.text.chat_prompt import ChatPrompts
 from pdserve.ids import GatewayId
 from pdserve.log import setup_logging
 from pdserve.models.card import ModelCard
+from pdserve.models.generation_config import read_sampling_defaults
 from pdserve.models.resolve import home_folder, resolve_model, served_model_name
 from pdserve.process import read_faults, say_stage
 from pdserve.settings import GatewaySettings, load
@@ -34,6 +36,8 @@ def main(argv: list[str]) -> int:
         chat_template=settings.chat_template,
         max_model_len=settings.max_model_len,
     )
+    if settings.generation_config == "auto":
+        card = replace(card, sampling_defaults=read_sampling_defaults(path))
     prompts = ChatPrompts.load(card.path, card.chat_template)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_run(settings, gateway_id, card, prompts, faults))

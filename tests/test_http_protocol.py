@@ -31,7 +31,10 @@ async def echo(scope: Any, receive: Any, send: Any) -> None:
     if scope["path"] == "/wait":
         await asyncio.sleep(0.1)
     is_stream = scope["path"] == "/stream"
-    headers = [] if is_stream else [(b"content-length", b"%d" % len(whole))]
+    target = scope["path"].encode() + b"?" + scope["query_string"]
+    names = b",".join(sorted(name for name, _ in scope["headers"]))
+    headers = [(b"x-target", target), (b"x-headers", names)]
+    headers += [] if is_stream else [(b"content-length", b"%d" % len(whole))]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     if is_stream:
         await send({"type": "http.response.body", "body": whole[:5], "more_body": True})
@@ -167,6 +170,34 @@ async def test_an_answer_before_the_body_has_come_leaves_the_connection_usable(h
         for _ in range(2):
             await connection.send(*segments_of(b"POST /early HTTP/1.1\r\nHost: x\r\n", WITH_LENGTH, how))
             assert (await connection.answer())[1] == b"POST "
+
+
+# --- heads and trailers
+
+
+@pytest.mark.parametrize(
+    ("target", "path"),
+    [
+        (b"/a?b=c", "/a?b=c"), (b"http://example.org:80/a?b", "/a?b"), (b"http://example.org", "/"), (b"*", "*?"),
+        (b"http://example.org?a", "/?a"), (b"https://[::1]/a%20b", "/a b"), (b"//a", "//a"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("offer", [b"", OFFERS["h2c"]])
+async def test_a_target_is_read_in_each_form(target: bytes, path: str, offer: bytes) -> None:
+    async with connected() as connection:
+        await connection.send(b"OPTIONS %s HTTP/1.1\r\nHost: x\r\n%s\r\n" % (target, offer))
+        response, _ = await connection.answer()
+    assert dict(response.headers)[b"x-target"].decode().rstrip("?") == path.rstrip("?")
+
+
+async def test_trailers_are_no_headers() -> None:
+    trailing = CHUNKED.removesuffix(b"\r\n") + b"Content-Encoding: gzip\r\nX-Late: 1\r\n\r\n"
+    async with connected() as connection:
+        for _ in range(2):
+            await connection.send(b"POST / HTTP/1.1\r\nHost: x\r\n" + trailing)
+            response, body = await connection.answer()
+            assert body == b"POST " + BODY
+            assert dict(response.headers)[b"x-headers"] == b"host,transfer-encoding"
 
 
 # --- HTTP/1.0

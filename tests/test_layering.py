@@ -18,7 +18,18 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "pdserve"
 
-FOUNDATION = {"errors", "ids", "messages", "reasons", "readiness", "sampling_params", "registration", "log", "mailbox"}
+FOUNDATION = {
+    "errors",
+    "ids",
+    "messages",
+    "reasons",
+    "readiness",
+    "sampling_params",
+    "registration",
+    "log",
+    "mailbox",
+    "arguments",
+}
 """Modules that everybody may import, and that import nobody but each other."""
 SHARED = FOUNDATION | {
     "settings",

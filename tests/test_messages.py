@@ -26,6 +26,7 @@ from pdserve.messages import (
     LeaseRenewal,
     Message,
     PrefillJob,
+    PromptLogprobs,
     ResendTokens,
     Roster,
     RosterItem,
@@ -57,7 +58,7 @@ MESSAGES: list[Message] = [
     PrefillJob(**ATTEMPT, **JOB, will_decode=False),
     DecodeJob(**ATTEMPT, **JOB, prefill_worker_id="p1", prefill_generation="g1"),
     Cancel(**ATTEMPT, reason="deadline"),
-    ResendTokens(**ATTEMPT, gateway_id="gw", from_index=4),
+    ResendTokens(**ATTEMPT, gateway_id="gw", from_index=4, from_prompt_index=3),
     KvWant(**ATTEMPT, **PROCESS, kv_signature="s", backend="tcp"),
     KvReady(
         **ATTEMPT, **PROCESS, first_block_index=2, block_ids=[9, 4], digests=[b"\x00" * 16, bytes(range(16))],
@@ -67,6 +68,7 @@ MESSAGES: list[Message] = [
     KvRelease(**ATTEMPT, **PROCESS, is_complete=False),
     LeaseRenewal(**PROCESS, items=[LeaseItem(**ATTEMPT, num_announced_blocks=3, has_token0=True)]),
     Started(**ATTEMPT, **PROCESS, num_cached_tokens=16, schedule_s=0.25),
+    PromptLogprobs(**ATTEMPT, **PROCESS, index=1, logprobs=[LOGPROBS]),
     TokenBatch(
         **PROCESS,
         items=[

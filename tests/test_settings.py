@@ -270,3 +270,16 @@ def test_no_complaint_shows_a_secret(env: dict[str, str]) -> None:
         load(GatewaySettings, [], env)
     assert "hunter2" not in str(caught.value)
     assert next(iter(env)).removeprefix("PDS_") in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("a", "a"), ("a, b", "a,b"), ("org/a,b-1.5", "org/a,b-1.5"), ("none", None)]
+)
+def test_a_model_may_be_served_under_several_names(text: str, value: str | None) -> None:
+    assert load(GatewaySettings, ["--served-model-name", text]).served_model_name == value
+
+
+@pytest.mark.parametrize("text", ["a,", ",a", "a,,b", "a,a", "a, a", " "])
+def test_names_are_not_empty_and_differ(text: str) -> None:
+    with pytest.raises(SettingError, match="one name, or several different ones separated by commas"):
+        load(GatewaySettings, [f"--served-model-name={text}"])

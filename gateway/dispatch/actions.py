@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from pdserve.errors import RequestError
 from pdserve.gateway.generation.request import FinishedEvent, TokensEvent
-from pdserve.messages import Message
+from pdserve.messages import Message, TokenLogprobs
 from pdserve.reasons import FailReason, Phase
 from pdserve.registration import WorkerRef
 
@@ -24,6 +24,13 @@ class Emit:
     """Hand this event to the client."""
 
     event: TokensEvent | FinishedEvent
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """Hand the client log-probabilities of the prompt's next tokens."""
+
+    logprobs: list[TokenLogprobs]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,4 +77,4 @@ class Fail:
     error: RequestError
 
 
-Action = Send | Emit | WantDecode | Requeue | Avoid | Dropped | Diverged | Fail
+Action = Send | Emit | Score | WantDecode | Requeue | Avoid | Dropped | Diverged | Fail

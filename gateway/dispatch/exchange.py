@@ -33,6 +33,7 @@ from pdserve.messages import (
     Failed,
     Finished,
     Message,
+    PromptLogprobs,
     Roster,
     SequenceTokens,
     Started,
@@ -168,7 +169,7 @@ class Exchange:
                 worker = message.worker
                 for item in message.items:
                     self._on_tokens(item, worker, now_s)
-            case Started() | Finished() | Failed():
+            case Started() | Finished() | Failed() | PromptLogprobs():
                 live = self.requests.get(message.request_id, {}).get(message.choice)
                 if live is not None:
                     self._on_progress(live, message, message.worker, now_s)
@@ -190,13 +191,19 @@ class Exchange:
         self._perform(live, live.machine.on_tokens(item, worker, now_s), now_s)
 
     def _on_progress(
-        self, live: LiveSequence, message: Started | Finished | Failed, worker: WorkerRef, now_s: float
+        self,
+        live: LiveSequence,
+        message: Started | Finished | Failed | PromptLogprobs,
+        worker: WorkerRef,
+        now_s: float,
     ) -> None:
         machine = live.machine
         match message:
             case Started():
                 self._note_started(live, message, worker)
                 actions = machine.on_started(message, worker, now_s)
+            case PromptLogprobs():
+                actions = machine.on_prompt_logprobs(message, worker, now_s)
             case Finished():
                 actions = machine.on_finished(message, worker, now_s)
             case Failed():
@@ -236,6 +243,8 @@ class Exchange:
             match action:
                 case act.Emit(event=event):
                     self._emit(live, event, now_s)
+                case act.Score(logprobs=logprobs):
+                    live.generation.add_prompt_logprobs(logprobs)
                 case act.Send(worker=worker, message=message):
                     self._send(worker, message)
                 case act.WantDecode():

@@ -22,12 +22,32 @@ from collections.abc import Callable
 
 from pdserve.errors import RequestError
 from pdserve.gateway.dispatch import outcomes
-from pdserve.gateway.dispatch.actions import Action, Avoid, Diverged, Dropped, Emit, Fail, Requeue, Send, WantDecode
+from pdserve.gateway.dispatch.actions import (
+    Action,
+    Avoid,
+    Diverged,
+    Dropped,
+    Emit,
+    Fail,
+    Requeue,
+    Score,
+    Send,
+    WantDecode,
+)
 from pdserve.gateway.dispatch.attempt import Assignment, Attempt
 from pdserve.gateway.dispatch.outcomes import RetryLimits
 from pdserve.gateway.generation.request import FinishedEvent, GenerationRequest, Sender, TokensEvent
 from pdserve.ids import Nonce
-from pdserve.messages import AttemptKey, Cancel, Finished, ResendTokens, SequenceKey, SequenceTokens, Started
+from pdserve.messages import (
+    AttemptKey,
+    Cancel,
+    Finished,
+    PromptLogprobs,
+    ResendTokens,
+    SequenceKey,
+    SequenceTokens,
+    Started,
+)
 from pdserve.reasons import CancelReason, FailReason, FinishReason, Phase, SequenceState
 from pdserve.registration import WorkerRef
 
@@ -64,6 +84,8 @@ class SequenceMachine:
         self.is_done = False
         self.output: list[int] = []
         """Every token emitted to the client, over all attempts."""
+        self.num_scored = 1
+        """Leading prompt tokens whose log-probabilities came, if they are wanted; the first one has none."""
         self.num_attempts = 0
         self.num_faults = 0
         """Attempts that ended by a fault: they count against max_attempts."""
@@ -82,6 +104,11 @@ class SequenceMachine:
         if attempt.token0_s is not None:
             return SequencePhase.HANDED_OFF
         return SequencePhase.PREFILLING if attempt.is_started else SequencePhase.DISPATCHED
+
+    @property
+    def lacks_scores(self) -> bool:
+        """Whether log-probabilities of the prompt are missing: until they are here, no token is accepted."""
+        return self.num_scored < self.request.num_scored_tokens and self.key.choice == 0
 
     @property
     def wants_decode(self) -> bool:
@@ -159,7 +186,7 @@ class SequenceMachine:
             return []
         known = len(self.output)
         num_seen = known - item.index
-        if num_seen < 0:
+        if num_seen < 0 or self.lacks_scores:
             return self.ask_resend(holder, now_s)
         seen = item.token_ids[:num_seen]
         if seen != self.output[item.index : item.index + len(seen)]:
@@ -176,6 +203,20 @@ class SequenceMachine:
             if holder is attempt.decode:
                 holder.state = SequenceState.RUNNING
         return actions + self._heard_tokens(attempt, holder, now_s) + self._try_finish(now_s)
+
+    def on_prompt_logprobs(self, message: PromptLogprobs, worker: WorkerRef, now_s: float) -> list[Action]:
+        """Hand on what is new and next in line; another attempt begins again, and repeats what is known."""
+        holder, attempt = self.holder_of(message.key, worker), self.attempt
+        if holder is None or attempt is None:
+            return []
+        holder.is_seen, holder.num_absences, attempt.last_progress_s = True, 0, now_s
+        actions = self.note_started(holder, now_s) if holder is attempt.prefill else []
+        num_seen = self.num_scored - message.index
+        if num_seen < 0:
+            return actions + self.ask_resend(holder, now_s)
+        fresh = message.logprobs[num_seen:]
+        self.num_scored += len(fresh)
+        return [Score(fresh), *actions] if fresh else actions
 
     def on_finished(self, message: Finished, worker: WorkerRef, now_s: float) -> list[Action]:
         """Finish when all tokens are there; ask for the missing ones otherwise."""
@@ -247,14 +288,23 @@ class SequenceMachine:
         return [WantDecode()] if self.wants_decode else []
 
     def ask_resend(self, holder: Assignment, now_s: float) -> list[Action]:
-        """Ask for the tokens behind the last known one again, but not all the time."""
+        """Ask for what is behind the last known token again, but not all the time.
+
+        While log-probabilities of the prompt are missing, the worker that computed the prompt is asked.
+        """
         attempt = self.attempt
         assert attempt is not None, f"{self.key} has no attempt"
         if now_s - attempt.last_resend_s < self.limits.resend_interval_s:
             return []
         attempt.last_resend_s = now_s
-        message = ResendTokens(**attempt.key._asdict(), gateway_id=self.sender.gateway_id, from_index=len(self.output))
-        return [Send(holder.worker, message)]
+        scorer = attempt.prefill if self.lacks_scores and attempt.prefill is not None else holder
+        message = ResendTokens(
+            **attempt.key._asdict(),
+            gateway_id=self.sender.gateway_id,
+            from_index=len(self.output),
+            from_prompt_index=self.num_scored if self.lacks_scores else None,
+        )
+        return [Send(scorer.worker, message)]
 
     def cancel_of(self, reason: CancelReason) -> Cancel:
         """The message that stops the current attempt."""

@@ -22,14 +22,15 @@ from pdserve.reasons import CancelReason, FinishReason
 
 @dataclass(frozen=True, slots=True)
 class TokenEntry:
-    """A generated token with its log-probabilities, and the text that it brought."""
+    """A generated or echoed token with its log-probabilities, and the text that it brought."""
 
     token_id: int
     text: str
     """Joined over all tokens this is the text: a part of a character brings nothing, its last part all of it."""
     is_hidden: bool
     """A special token that is not shown, or the terminal token."""
-    logprobs: TokenLogprobs
+    logprobs: TokenLogprobs | None
+    """None: the first token of a prompt."""
 
 
 @dataclass(slots=True)
@@ -63,6 +64,8 @@ class ChoiceOutput:
         """How the choice ended; nothing is taken any more then."""
         self.delta = Delta()
         """What `take` would hand out now."""
+        self.prompt_logprobs: list[TokenLogprobs] = []
+        """One for each prompt token from the second one on, complete with the first event; empty unless asked for."""
         self._detokenizer, self._stops = detokenizer, stops
         self._terminal_ids, self._hidden_ids = terminal_ids, hidden_ids
         self._has_logprobs, self._min_tokens = has_logprobs, min_tokens
@@ -134,6 +137,17 @@ class ChoiceOutput:
             self.delta.entries.append(TokenEntry(token_id, text, is_hidden, logprobs))
 
 
+class PromptOutput(ChoiceOutput):
+    """A choice of which the prompt alone is wanted: what is sampled behind it is not shown and not counted."""
+
+    def push(self, event: TokensEvent) -> None:
+        """Drop the token behind the prompt."""
+
+    def finish(self, event: FinishedEvent) -> None:
+        """Take in the end."""
+        self.finish_reason = FinishReason.LENGTH
+
+
 def _last_shown(entries: Sequence[TokenEntry]) -> int:
     """Place of the last entry whose token is not hidden."""
     return next((n for n in reversed(range(len(entries))) if not entries[n].is_hidden), len(entries) - 1)
@@ -168,6 +182,8 @@ class Answer:
         self._n = len(outputs) // len(generations)
         self._clock, self._on_tokens = clock, on_tokens
         self._arrivals: dict[int, _Arrivals] = {}
+        for output in outputs:
+            output.prompt_logprobs = generations[output.index // self._n].prompt_logprobs
         self._wake = generations[0].wake
         for generation in generations:
             generation.wake = self._wake
@@ -177,6 +193,10 @@ class Answer:
     def num_cached_tokens(self) -> int:
         """Prompt tokens that did not have to be computed."""
         return sum(generation.num_cached_tokens for generation in self.generations)
+
+    def num_prompt_tokens_of(self, output: ChoiceOutput) -> int:
+        """Tokens of the prompt that a choice continues."""
+        return len(self.generations[output.index // self._n].request.prompt_token_ids)
 
     @property
     def num_output_tokens(self) -> int:

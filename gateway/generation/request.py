@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import msgspec
+
 from pdserve.errors import RequestError
 from pdserve.gateway.generation.waterfall import Waterfall
 from pdserve.ids import Fingerprint, GatewayId, RequestId
@@ -62,7 +64,18 @@ class GenerationRequest:
         """
         if output and output[-1] in self.terminal_ids:
             return FinishReason.STOP, output[-1]
-        return (FinishReason.LENGTH, None) if self.num_left(len(output)) <= 0 else None
+        return (FinishReason.LENGTH, None) if output and self.num_left(len(output)) <= 0 else None
+
+    @property
+    def num_scored_tokens(self) -> int:
+        """Leading prompt tokens whose log-probabilities are to be told, the first one (it has none) included."""
+        return 0 if self.sampling.prompt_logprobs is None else len(self.prompt_token_ids)
+
+    def _sampling(self, choice: int, *, is_scored: bool) -> SamplingParams:
+        """What a job asks for: the prompt is scored once, for choice 0, before its first token."""
+        if self.sampling.prompt_logprobs is None or (is_scored and choice == 0):
+            return self.sampling
+        return msgspec.structs.replace(self.sampling, prompt_logprobs=None)
 
     def prefill_job(self, sender: Sender, key: AttemptKey, output: list[int], now_s: float) -> PrefillJob:
         """The job to compute the prompt, and all tokens emitted so far, up to the next token."""
@@ -75,7 +88,7 @@ class GenerationRequest:
             fingerprint=sender.fingerprint,
             prompt_token_ids=self.prompt_token_ids + output,
             num_original_prompt_tokens=len(self.prompt_token_ids),
-            sampling=self.sampling,
+            sampling=self._sampling(key.choice, is_scored=not output),
             remaining_s=self.deadline_s - now_s,
             priority=self.priority,
             cache_salt=self.cache_salt,
@@ -95,7 +108,7 @@ class GenerationRequest:
             fingerprint=sender.fingerprint,
             prompt_token_ids=self.prompt_token_ids + output,
             num_original_prompt_tokens=len(self.prompt_token_ids),
-            sampling=self.sampling,
+            sampling=self._sampling(key.choice, is_scored=not output and prefill is None),
             remaining_s=self.deadline_s - now_s,
             priority=self.priority,
             cache_salt=self.cache_salt,
@@ -156,6 +169,8 @@ class Generation:
         self.waterfall = Waterfall(request.received_s)
         self.num_cached_tokens = 0
         """Prompt tokens of choice 0 that the prefill worker did not have to compute."""
+        self.prompt_logprobs: list[TokenLogprobs] = []
+        """One for each prompt token from the second one on, as far as they came; empty unless asked for."""
         self.wake = asyncio.Event()
         """Set when there is something to take; a reader of several generations lets them share one."""
         self._open_choices = set(range(request.n))
@@ -168,7 +183,9 @@ class Generation:
         return not self._open_choices
 
     def take_events(self) -> list[Event]:
-        """Everything that is ready, in order."""
+        """Everything that is ready, in order; the choices of a prompt that is scored wait for that."""
+        if 1 + len(self.prompt_logprobs) < self.request.num_scored_tokens:
+            return [event for event in self._events if isinstance(event, FailedEvent)]
         events, self._events = self._events, []
         return events
 
@@ -207,6 +224,11 @@ class Generation:
                     last.logprobs.extend(event.logprobs or [])
             else:
                 self._events.append(event)
+        self.wake.set()
+
+    def add_prompt_logprobs(self, logprobs: list[TokenLogprobs]) -> None:
+        """Hand the reader log-probabilities of the prompt's next tokens."""
+        self.prompt_logprobs.extend(logprobs)
         self.wake.set()
 
     def _close(self, choice: int) -> None:

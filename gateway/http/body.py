@@ -3,7 +3,7 @@
 The limit holds for the bytes that arrive, whatever Content-Length says or does not say, and for what encodings.py
 unpacks of them. A field of a wrong type or
 range is a 400 that names it; null counts as absent; booleans are no numbers; nothing is converted silently. Fields
-that the gateway does not know are ignored, as clients send many.
+that no API of this kind has are ignored; the others are in `gateway/openai/request_fields.py`.
 """
 
 from __future__ import annotations
@@ -137,10 +137,18 @@ class Fields:
 
     def refuse(self, name: str, expected: str) -> InvalidRequestError:
         """The error for this field: what was got, in short, and what was expected."""
-        shown = repr(self.values.get(name))
-        shown = shown if len(shown) <= 60 else shown[:57] + "..."
         return InvalidRequestError(
-            f"{self.param(name)} must be {expected}, not {shown}", param=self.param(name), code="invalid_value"
+            f"{self.param(name)} must be {expected}, not {self._shown(name)}",
+            param=self.param(name),
+            code="invalid_value",
+        )
+
+    def unserved(self, name: str, sentence: str) -> InvalidRequestError:
+        """The error for a field that asks for something that is not served."""
+        return InvalidRequestError(
+            f"{self.param(name)} {self._shown(name)} is not supported: {sentence}",
+            param=self.param(name),
+            code="not_supported",
         )
 
     @overload
@@ -220,7 +228,11 @@ class Fields:
     def forbid(self, name: str, sentence: str) -> None:
         """Refuse a field that asks for something that is not served, rather than ignore it."""
         if self.has(name):
-            raise InvalidRequestError(f"{self.param(name)}: {sentence}", param=self.param(name), code="not_supported")
+            raise self.unserved(name, sentence)
+
+    def _shown(self, name: str) -> str:
+        shown = repr(self.values.get(name))
+        return shown if len(shown) <= 60 else shown[:57] + "..."
 
 
 def is_token_id(value: object, vocab_size: int) -> bool:

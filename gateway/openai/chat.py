@@ -14,10 +14,19 @@ from pdserve.errors import InvalidRequestError
 from pdserve.gateway.generation.answer import ChoiceOutput, Delta
 from pdserve.gateway.http.body import Fields
 from pdserve.gateway.openai.frontend import Call, Frontend
-from pdserve.gateway.openai.logprobs import BytesOf, chat_logprobs
-from pdserve.gateway.openai.options import MAX_LOGPROBS, MAX_TOKENS, Options, check_response_format, read_options
-from pdserve.gateway.openai.reply import Body, Envelope, send_answer, start
+from pdserve.gateway.openai.logprobs import BytesOf, chat_logprobs, prompt_logprobs
+from pdserve.gateway.openai.options import (
+    MAX_LOGPROBS,
+    MAX_TOKENS,
+    Options,
+    check_response_format,
+    read_options,
+    refuse_unserved,
+)
+from pdserve.gateway.openai.reply import Body, Envelope, prepare, send_answer, start
+from pdserve.gateway.openai.request_fields import REFUSED_IN_CHAT
 from pdserve.gateway.text.chat_prompt import RESERVED_NAMES, Chat, Message
+from pdserve.models.generation_config import USUAL, SamplingDefaults
 
 _CHUNK, _WHOLE = "chat.completion.chunk", "chat.completion"
 
@@ -35,24 +44,36 @@ async def chat_completions(frontend: Frontend, call: Call, fields: Fields) -> No
     chat = read_chat(fields)
     options = read_chat_options(
         fields,
+        defaults=frontend.card.sampling_defaults,
         vocab_size=frontend.card.vocab_size,
         draw_seed=frontend.draw_seed,
         has_timing_header=call.has_timing,
     )
-    started_s = frontend.clock()
-    prompt = await asyncio.get_running_loop().run_in_executor(frontend.executor, frontend.prompts.build, chat)
+    started_s, loop = frontend.clock(), asyncio.get_running_loop()
+    prompts, options = await loop.run_in_executor(frontend.executor, _encode, frontend, chat, options)
     frontend.observer.tokenized(frontend.clock() - started_s)
-    answer = start(frontend, call, [prompt.token_ids], options, default_max_tokens=None, continues=False)
-    envelope = Envelope.of(frontend, call, options, [prompt.token_ids])
+    answer = start(frontend, call, prompts, options, continues=False)
+    envelope = Envelope.of(frontend, call, options, prompts)
     shape = ChatShape(envelope, options, frontend.prompts.tokenizer.bytes_of)
-    await send_answer(frontend, call, answer, shape, options.stream, len(prompt.token_ids))
+    await send_answer(frontend, call, answer, shape, options.stream, len(prompts[0]))
+
+
+def _encode(frontend: Frontend, chat: Chat, options: Options) -> tuple[list[list[int]], Options]:
+    """(token ids of the one prompt, complete options); blocking."""
+    prompt = frontend.prompts.build(chat)
+    return prepare(frontend, [prompt.token_ids], options, "messages")
 
 
 # --- the body
 
 
 def read_chat_options(
-    fields: Fields, *, vocab_size: int, draw_seed: Callable[[], int], has_timing_header: bool
+    fields: Fields,
+    *,
+    vocab_size: int,
+    draw_seed: Callable[[], int],
+    has_timing_header: bool,
+    defaults: SamplingDefaults = USUAL,
 ) -> Options:
     """Everything of a chat's body but the conversation; arguments as for `read_options`.
 
@@ -62,8 +83,10 @@ def read_chat_options(
     check_response_format(fields)
     return read_options(
         fields,
+        refused=REFUSED_IN_CHAT,
+        defaults=defaults,
         vocab_size=vocab_size,
-        max_tokens=_max_tokens(fields),
+        max_tokens=read_max_tokens(fields),
         logprobs=_logprobs(fields),
         draw_seed=draw_seed,
         has_timing_header=has_timing_header,
@@ -72,7 +95,7 @@ def read_chat_options(
 
 def read_chat(fields: Fields) -> Chat:
     """The conversation alone: what /tokenize and render need too."""
-    fields.forbid("chat_template", "a template comes with the model or from CHAT_TEMPLATE, not with a request")
+    refuse_unserved(fields, REFUSED_IN_CHAT)
     messages = fields.items("messages", f"a list of 1 to {MAX_MESSAGES} messages", max_items=MAX_MESSAGES)
     if not messages:
         raise fields.refuse("messages", f"a list of 1 to {MAX_MESSAGES} messages")
@@ -88,6 +111,7 @@ def read_chat(fields: Fields) -> Chat:
         messages=[_message(Fields.of(message, f"messages[{n}]")) for n, message in enumerate(messages)],
         add_generation_prompt=generates,
         continue_final_message=continues,
+        documents=_documents(fields),
         variables=_variables(fields),
     )
 
@@ -141,7 +165,6 @@ def _tool_call(fields: Fields) -> Message:
 
 
 def _check_tools(fields: Fields) -> None:
-    fields.forbid("functions", "the functions of older clients are not served; use tools")
     tools = fields.items("tools", "a list of tools")
     choice = fields.get("tool_choice")
     if tools is None:
@@ -156,6 +179,13 @@ def _check_tools(fields: Fields) -> None:
             param="tools",
             code="not_supported",
         )
+
+
+def _documents(fields: Fields) -> list[Any] | None:
+    """What the template reads beside the messages; null and an empty list are none."""
+    path = fields.param("documents")
+    documents = fields.items("documents", "a list of documents") or None
+    return documents and [dict(Fields.of(item, f"{path}[{n}]").values) for n, item in enumerate(documents)]
 
 
 def _variables(fields: Fields) -> dict[str, Any]:
@@ -175,8 +205,8 @@ def _variables(fields: Fields) -> dict[str, Any]:
     return variables
 
 
-def _max_tokens(fields: Fields) -> int | None:
-    """max_completion_tokens is the newer name and wins."""
+def read_max_tokens(fields: Fields) -> int | None:
+    """The limit of the answer: max_completion_tokens is the newer name and wins."""
     older = fields.integer("max_tokens", None, 1, MAX_TOKENS)
     newer = fields.integer("max_completion_tokens", None, 1, MAX_TOKENS)
     return older if newer is None else newer
@@ -200,7 +230,8 @@ class ChatShape:
         self._envelope, self._bytes_of = envelope, bytes_of
         self._event_head = envelope.event_head(_CHUNK)
         self._has_logprobs = options.sampling.logprobs is not None
-        self._has_token_ids = options.stream.has_token_ids
+        self._num_prompt_logprobs = options.sampling.prompt_logprobs
+        self._has_token_ids, self._has_token_names = options.stream.has_token_ids, options.has_token_names
 
     def opening(self, output: ChoiceOutput) -> Body:
         """The role, in the first event alone."""
@@ -226,6 +257,13 @@ class ChatShape:
         body = self._envelope.whole(_WHOLE, [self._choice(output, delta) for output, delta in choices], usage)
         if self._has_token_ids:
             body["prompt_token_ids"] = self._envelope.prompt_token_ids[0]
+        if self._num_prompt_logprobs is not None:
+            body["prompt_logprobs"] = prompt_logprobs(
+                self._envelope.prompt_token_ids[0],
+                choices[0][0].prompt_logprobs,
+                self._num_prompt_logprobs,
+                self._bytes_of,
+            )
         return body
 
     def _event(self, output: ChoiceOutput, content: Body, delta: Delta | None = None) -> Body:
@@ -245,7 +283,7 @@ class ChatShape:
 
     def _with_tokens(self, choice: Body, delta: Delta | None) -> Body:
         if delta is not None and self._has_logprobs:
-            choice["logprobs"] = chat_logprobs(delta.entries, self._bytes_of)
+            choice["logprobs"] = chat_logprobs(delta.entries, self._bytes_of, has_token_names=self._has_token_names)
         if delta is not None and self._has_token_ids:
             choice["token_ids"] = delta.token_ids
         return choice

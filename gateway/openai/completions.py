@@ -7,17 +7,23 @@ beginning (a BOS token) is added unless `add_special_tokens` is false. Token ids
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from pdserve.errors import InvalidRequestError
 from pdserve.gateway.generation.answer import ChoiceOutput, Delta
 from pdserve.gateway.http.body import Fields, is_integer, is_token_id
 from pdserve.gateway.openai.frontend import Call, Frontend
-from pdserve.gateway.openai.logprobs import BytesOf, CompletionLogprobs
+from pdserve.gateway.openai.logprobs import CompletionLogprobs, prompt_entries, prompt_logprobs
 from pdserve.gateway.openai.options import MAX_LOGPROBS, MAX_TOKENS, Options, check_response_format, read_options
-from pdserve.gateway.openai.reply import Body, Envelope, send_answer, start, usage_of
+from pdserve.gateway.openai.reply import Body, Envelope, prepare, send_answer, start, token_counts, usage_of
+from pdserve.gateway.openai.request_fields import REFUSED_IN_COMPLETIONS
+from pdserve.gateway.text.tokenizer import Detokenizer, ModelTokenizer
+from pdserve.models.generation_config import USUAL, SamplingDefaults
 from pdserve.reasons import Ending, FinishReason
 
 _KIND = "text_completion"
@@ -35,35 +41,39 @@ async def completions(frontend: Frontend, call: Call, fields: Fields) -> None:
     """
     request = read_completion_request(
         fields,
+        defaults=frontend.card.sampling_defaults,
         vocab_size=frontend.card.vocab_size,
         draw_seed=frontend.draw_seed,
         has_timing_header=call.has_timing,
     )
     started_s, loop = frontend.clock(), asyncio.get_running_loop()
-    prompts, echoes = await loop.run_in_executor(frontend.executor, _encode, frontend, request)
+    prompts, echoes, options = await loop.run_in_executor(frontend.executor, _encode, frontend, request)
     frontend.observer.tokenized(frontend.clock() - started_s)
     num_prompt_tokens = sum(map(len, prompts))
-    envelope = Envelope.of(frontend, call, request.options, prompts)
-    shape = CompletionShape(envelope, request, echoes, frontend.prompts.tokenizer.bytes_of)
-    if request.is_prompt_only:
+    envelope = Envelope.of(frontend, call, options, prompts)
+    shape = CompletionShape(envelope, request, echoes, frontend.prompts.tokenizer)
+    if request.needs_no_worker:
         await _send_prompts(call, shape, request, num_prompt_tokens)
         return
-    options = request.options
-    answer = start(frontend, call, prompts, options, default_max_tokens=DEFAULT_MAX_TOKENS, continues=True)
+    answer = start(frontend, call, prompts, options, continues=True)
     await send_answer(frontend, call, answer, shape, options.stream, num_prompt_tokens)
 
 
-def _encode(frontend: Frontend, request: CompletionRequest) -> tuple[list[list[int]], list[str]]:
-    """(token ids, text to echo) of each prompt; blocking."""
+def _encode(frontend: Frontend, request: CompletionRequest) -> tuple[list[list[int]], list[str], Options]:
+    """(token ids, text to echo) of each prompt, complete options; blocking."""
     tokenizer = frontend.prompts.tokenizer
     ids = [
         tokenizer.encode(prompt, add_special_tokens=request.adds_special_tokens) if isinstance(prompt, str) else prompt
         for prompt in request.prompts
     ]
-    texts = [p if isinstance(p, str) else tokenizer.decode(p) for p in request.prompts] if request.is_echo else []
     if not all(ids):
         raise InvalidRequestError("the prompt is empty and this model has no token to begin with", param="prompt")
-    return ids, texts
+    kept, options = prepare(frontend, ids, request.options, "prompt")
+    texts = [
+        prompt if isinstance(prompt, str) and len(kept_ids) == len(whole_ids) else tokenizer.decode(kept_ids)
+        for prompt, whole_ids, kept_ids in zip(request.prompts if request.is_echo else [], ids, kept, strict=False)
+    ]
+    return kept, texts, options
 
 
 async def _send_prompts(call: Call, shape: CompletionShape, request: CompletionRequest, num_prompt_tokens: int) -> None:
@@ -76,6 +86,9 @@ async def _send_prompts(call: Call, shape: CompletionShape, request: CompletionR
         await call.responder.json(shape.prompts_only(num_choices, usage))
         return
     events = [shape.event(choice) for choice in shape.prompts_only(num_choices, usage)["choices"]]
+    if options.has_running_usage:
+        for index, event in enumerate(events):
+            event["usage"] = token_counts(shape.num_prompt_tokens(index), 0)
     await call.responder.done([*events, shape.usage(usage)] if options.has_usage else events)
 
 
@@ -92,15 +105,22 @@ class CompletionRequest:
     """The text begins with the prompt."""
     adds_special_tokens: bool
     """Whether a raw text gets what the tokenizer adds: usually a beginning-of-sequence token."""
+    num_prompt_logprobs: int | None
+    """Alternatives of each prompt token that `prompt_logprobs` shows; None: it is not shown."""
 
     @property
-    def is_prompt_only(self) -> bool:
-        """Whether nothing is generated: echo with max_tokens 0."""
-        return self.options.max_tokens == 0
+    def needs_no_worker(self) -> bool:
+        """Whether nothing is generated or scored: echo with max_tokens 0."""
+        return self.options.max_tokens == 0 and self.options.sampling.prompt_logprobs is None
 
 
 def read_completion_request(
-    fields: Fields, *, vocab_size: int, draw_seed: Callable[[], int], has_timing_header: bool
+    fields: Fields,
+    *,
+    vocab_size: int,
+    draw_seed: Callable[[], int],
+    has_timing_header: bool,
+    defaults: SamplingDefaults = USUAL,
 ) -> CompletionRequest:
     """Check a completions body; arguments as for `read_options`.
 
@@ -110,18 +130,12 @@ def read_completion_request(
     check_response_format(fields)
     is_echo = fields.boolean("echo", False)
     logprobs = fields.integer("logprobs", None, 0, MAX_LOGPROBS)
-    if is_echo and logprobs is not None:
-        raise InvalidRequestError(
-            "echo with logprobs is not supported yet: log-probabilities are given for generated tokens only",
-            param="logprobs",
-            code="not_supported",
-        )
-    if fields.text("suffix"):
-        fields.forbid("suffix", "filling in the middle is not served")
     options = read_options(
         fields,
+        refused=REFUSED_IN_COMPLETIONS,
+        defaults=defaults,
         vocab_size=vocab_size,
-        max_tokens=fields.integer("max_tokens", None, 0 if is_echo else 1, MAX_TOKENS),
+        max_tokens=fields.integer("max_tokens", DEFAULT_MAX_TOKENS, 0 if is_echo else 1, MAX_TOKENS),
         logprobs=logprobs,
         draw_seed=draw_seed,
         has_timing_header=has_timing_header,
@@ -133,7 +147,17 @@ def read_completion_request(
         raise InvalidRequestError(
             f"{len(prompts)} prompts with n = {options.n} make more than {MAX_TOTAL_CHOICES} choices", param="n"
         )
-    return CompletionRequest(prompts, options, is_echo, fields.boolean("add_special_tokens", True))
+    num_shown = options.sampling.prompt_logprobs
+    if is_echo and logprobs is not None:
+        options = _scoring(options, max(logprobs, num_shown or 0))
+        num_shown = logprobs if num_shown is None else num_shown
+    return CompletionRequest(prompts, options, is_echo, fields.boolean("add_special_tokens", True), num_shown)
+
+
+def _scoring(options: Options, count: int) -> Options:
+    """Ask for the prompt's log-probabilities, too."""
+    sampling = msgspec.structs.replace(options.sampling, prompt_logprobs=count)
+    return dataclasses.replace(options, sampling=sampling)
 
 
 def _prompts(fields: Fields, vocab_size: int) -> list[str | list[int]]:
@@ -161,14 +185,18 @@ def _prompts(fields: Fields, vocab_size: int) -> list[str | list[int]]:
 class CompletionShape:
     """The events and bodies of a completions answer."""
 
-    def __init__(self, envelope: Envelope, request: CompletionRequest, echoes: list[str], bytes_of: BytesOf) -> None:
+    def __init__(
+        self, envelope: Envelope, request: CompletionRequest, echoes: list[str], tokenizer: ModelTokenizer
+    ) -> None:
         """`echoes`: the prompts' texts, empty without echo."""
         self._envelope, self._echoes, self._n = envelope, echoes, request.options.n
         self._event_head = envelope.event_head(_KIND)
-        self._has_logprobs = request.options.sampling.logprobs is not None
+        self._num_logprobs = request.options.sampling.logprobs
+        self._num_prompt_logprobs = request.num_prompt_logprobs
         self._has_token_ids = request.options.stream.has_token_ids
+        self._has_token_names = request.options.has_token_names
         self._logprobs: dict[int, CompletionLogprobs] = {}
-        self._bytes_of = bytes_of
+        self._tokenizer = tokenizer
 
     def opening(self, output: ChoiceOutput) -> Body | None:
         """The prompt's text, with echo; its ids, when asked for."""
@@ -176,7 +204,9 @@ class CompletionShape:
             return None
         choice = self._choice(output.index, self._echo(output.index), None)
         if self._has_token_ids:
-            choice["prompt_token_ids"] = self._envelope.prompt_token_ids[output.index // self._n]
+            choice["prompt_token_ids"] = self._prompt_ids(output)
+        if self._echoes and self._num_logprobs is not None:
+            choice["logprobs"] = self._echoed_logprobs(output, self._num_logprobs)
         return self.event(choice)
 
     def piece(self, output: ChoiceOutput, delta: Delta) -> Body:
@@ -207,8 +237,40 @@ class CompletionShape:
     def _whole_choice(self, output: ChoiceOutput, delta: Delta) -> Body:
         choice = self._choice(output.index, self._echo(output.index) + delta.text, output.finish_reason)
         if self._has_token_ids:
-            choice["prompt_token_ids"] = self._envelope.prompt_token_ids[output.index // self._n]
-        return self._with_tokens(choice, output, delta)
+            choice["prompt_token_ids"] = self._prompt_ids(output)
+        if self._num_prompt_logprobs is not None:
+            choice["prompt_logprobs"] = prompt_logprobs(
+                self._prompt_ids(output), output.prompt_logprobs, self._num_prompt_logprobs, self._tokenizer.bytes_of
+            )
+        echoed = None
+        if self._echoes and self._num_logprobs is not None:
+            echoed = self._echoed_logprobs(output, self._num_logprobs)
+        choice = self._with_tokens(choice, output, delta)
+        if echoed is not None:
+            choice["logprobs"] = {name: echoed[name] + values for name, values in choice["logprobs"].items()}
+        return choice
+
+    def num_prompt_tokens(self, index: int) -> int:
+        """Tokens of the prompt of a choice."""
+        return len(self._envelope.prompt_token_ids[index // self._n])
+
+    def _prompt_ids(self, output: ChoiceOutput) -> list[int]:
+        return self._envelope.prompt_token_ids[output.index // self._n]
+
+    def _echoed_logprobs(self, output: ChoiceOutput, num_top: int) -> Body:
+        """The `logprobs` object of the prompt's tokens; those of generated ones go on behind it."""
+        tokenizer, logprobs = self._tokenizer, self._logprobs_of(output)
+        detokenizer = Detokenizer(
+            tokenizer.backend_tokenizer, skip_special_tokens=False, token_bytes=tokenizer.token_bytes
+        )
+        entries = prompt_entries(self._prompt_ids(output), output.prompt_logprobs, detokenizer, num_top)
+        return logprobs.format_echo(self._echo(output.index), entries)
+
+    def _logprobs_of(self, output: ChoiceOutput) -> CompletionLogprobs:
+        if output.index not in self._logprobs:
+            logprobs = CompletionLogprobs(self._tokenizer.bytes_of, has_token_names=self._has_token_names)
+            self._logprobs[output.index] = logprobs
+        return self._logprobs[output.index]
 
     def _echo(self, index: int) -> str:
         return self._echoes[index // self._n] if self._echoes else ""
@@ -217,9 +279,8 @@ class CompletionShape:
         return {"index": index, "text": text, "logprobs": None, "finish_reason": finish_reason}
 
     def _with_tokens(self, choice: Body, output: ChoiceOutput, delta: Delta) -> Body:
-        if self._has_logprobs:
-            logprobs = self._logprobs.setdefault(output.index, CompletionLogprobs(self._bytes_of))
-            choice["logprobs"] = logprobs.format(delta.entries)
+        if self._num_logprobs is not None:
+            choice["logprobs"] = self._logprobs_of(output).format(delta.entries)
         if self._has_token_ids:
             choice["token_ids"] = delta.token_ids
         return choice

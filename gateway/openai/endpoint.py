@@ -88,16 +88,18 @@ class PostEndpoint:
         if self.is_generation and self.frontend.is_draining:
             raise shutdown_error()
         fields = await read_fields(headers, receive, max_bytes=limits.max_body_bytes, timeout_s=limits.body_timeout_s)
-        self._check_model(fields)
+        call.model = self._model(fields)
         await _until_client_leaves(receive, self.handler(self.frontend, call, fields), call.responder)
 
-    def _check_model(self, fields: Fields) -> None:
-        """A request names this model, or none."""
-        name = fields.text("model")
-        if name is not None and name != self.frontend.card.served_name:
+    def _model(self, fields: Fields) -> str:
+        """The name that the request uses for this model; the first if it names none."""
+        card = self.frontend.card
+        name = fields.text("model", card.served_name)
+        if name not in card.served_names:
             error = http_error(404, f"The model {name[:80]!r} does not exist here.", code="model_not_found")
             error.param = "model"
             raise error
+        return name
 
     async def _fail(self, call: Call, error: RequestError) -> None:
         call.record.code, call.record.ending = call.responder.status or error.status, Ending.ERROR
@@ -114,6 +116,7 @@ class PostEndpoint:
         ]
         return Call(
             request_id=request_id,
+            model=frontend.card.served_name,
             received_s=frontend.clock(),
             has_timing=headers.get(b"x-pdserve-timing") == b"1",
             pinned_prefill=pins[0].decode("latin-1") if pins[0] else None,

@@ -53,6 +53,8 @@ class Call:
     """One HTTP request on its way."""
 
     request_id: RequestId
+    model: str
+    """The name by which the client calls the model."""
     received_s: float
     has_timing: bool
     """The header `X-PDServe-Timing: 1` was sent."""

@@ -13,6 +13,8 @@ import msgspec
 
 from pdserve.errors import InvalidRequestError
 from pdserve.gateway.http.body import INT64, Fields, as_finite
+from pdserve.gateway.openai.request_fields import Table
+from pdserve.models.generation_config import SamplingDefaults
 from pdserve.sampling_params import SamplingParams
 
 MAX_CHOICES = 128
@@ -22,17 +24,11 @@ MAX_STOP_LENGTH = 1024
 """Characters: the gateway looks for every stop string in every piece of text."""
 MAX_STOP_TOKEN_IDS = 128
 MAX_LOGIT_BIAS = 300
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_LENGTH = 256
+"""Characters; what is forbidden is looked for before every token."""
 MAX_TOKENS = 2**31 - 1
 MAX_CACHE_SALT_LENGTH = 256
-
-_UNSUPPORTED = {
-    "structured_outputs": "structured output is not supported yet",
-    "guided_json": "structured output is not supported yet",
-    "guided_regex": "structured output is not supported yet",
-    "guided_choice": "structured output is not supported yet",
-    "guided_grammar": "structured output is not supported yet",
-    "prompt_logprobs": "log-probabilities of the prompt are not supported yet",
-}
 
 
 @dataclass(frozen=True)
@@ -45,6 +41,25 @@ class StreamOptions:
     has_timing: bool = False
     """`usage.timing`: where the time went."""
     has_token_ids: bool = False
+    has_running_usage: bool = False
+    """Every event tells the usage of its choice so far."""
+
+
+@dataclass(frozen=True)
+class Truncation:
+    """Which part of a prompt that is too long is kept."""
+
+    max_tokens: int
+    """-1: what leaves room for the output."""
+    keeps_end: bool
+
+    def apply(self, token_ids: list[int], max_output_tokens: int | None, limit: int) -> list[int]:
+        """The part of a prompt; `limit` is of prompt and output together, without a limit the output is one token."""
+        num_output_tokens = 1 if max_output_tokens is None else max_output_tokens
+        num_kept = max(1, limit - num_output_tokens) if self.max_tokens == -1 else self.max_tokens
+        if num_kept >= len(token_ids):
+            return token_ids
+        return token_ids[-num_kept:] if self.keeps_end else token_ids[:num_kept]
 
 
 @dataclass(frozen=True)
@@ -62,21 +77,28 @@ class Options:
     stream: StreamOptions
     priority: int
     cache_salt: str
+    bad_words: tuple[str, ...] = ()
+    """Texts that are not written; the sampling parameters have their tokens."""
+    truncation: Truncation | None = None
+    has_token_names: bool = False
+    """Log-probabilities name tokens by their ids."""
+    usual_max_tokens: int | None = None
+    """When the client gives no limit, the model's own; None: all that is left."""
 
-    def sampling_for(self, num_prompt_tokens: int, limit: int, default_max_tokens: int | None) -> SamplingParams:
+    def sampling_for(self, num_prompt_tokens: int, limit: int) -> SamplingParams:
         """The final sampling parameters.
 
         Args:
             num_prompt_tokens: of this prompt.
             limit: tokens of prompt and output together that can be served.
-            default_max_tokens: when the client gave none; None = all that is left.
 
         Raises:
             InvalidRequestError: prompt and output do not fit, or min_tokens exceeds the output's limit.
         """
-        max_tokens = self.max_tokens if self.max_tokens is not None else default_max_tokens
+        max_tokens = self.max_tokens
         if max_tokens is None:
-            max_tokens = max(1, limit - num_prompt_tokens)
+            num_left = max(1, limit - num_prompt_tokens)
+            max_tokens = num_left if self.usual_max_tokens is None else min(num_left, self.usual_max_tokens)
         if num_prompt_tokens + max_tokens > limit:
             raise InvalidRequestError(
                 f"This model's maximum context length is {limit} tokens; the request has {num_prompt_tokens} prompt "
@@ -96,6 +118,8 @@ class Options:
 def read_options(
     fields: Fields,
     *,
+    refused: Table,
+    defaults: SamplingDefaults,
     vocab_size: int,
     max_tokens: int | None,
     logprobs: int | None,
@@ -105,6 +129,8 @@ def read_options(
     """Everything that chat and completions share.
 
     Args:
+        refused: fields that the endpoint does not serve.
+        defaults: where the client is silent.
         max_tokens: as the endpoint read it (each has its own names and lower bound).
         logprobs: alternatives per token, None = off, as the endpoint read it.
         has_timing_header: `X-PDServe-Timing: 1` asks for `usage.timing`.
@@ -112,8 +138,7 @@ def read_options(
     Raises:
         InvalidRequestError: `param` names the field.
     """
-    for name, sentence in _UNSUPPORTED.items():
-        fields.forbid(name, sentence)
+    refuse_unserved(fields, refused)
     min_tokens = fields.integer("min_tokens", 0, 0, MAX_TOKENS)
     if max_tokens and min_tokens > max_tokens:
         raise fields.refuse("min_tokens", f"at most max_tokens, {max_tokens}")
@@ -123,19 +148,23 @@ def read_options(
         max_tokens=max_tokens,
         sampling=SamplingParams(
             seed=draw_seed() if seed is None else seed,
-            max_tokens=max_tokens or 1,
+            max_tokens=1 if max_tokens is None else max_tokens,
             min_tokens=min_tokens,
-            temperature=fields.number("temperature", 1.0, 0.0, 2.0),
-            top_k=_top_k(fields, vocab_size),
-            top_p=fields.number("top_p", 1.0, 0.0, 1.0, is_low_open=True),
-            min_p=fields.number("min_p", 0.0, 0.0, 1.0),
-            repetition_penalty=fields.number("repetition_penalty", 1.0, 0.0, float("inf"), is_low_open=True),
+            temperature=fields.number("temperature", defaults.temperature, 0.0, 2.0),
+            top_k=_top_k(fields, defaults.top_k, vocab_size),
+            top_p=fields.number("top_p", defaults.top_p, 0.0, 1.0, is_low_open=True),
+            min_p=fields.number("min_p", defaults.min_p, 0.0, 1.0),
+            repetition_penalty=fields.number(
+                "repetition_penalty", defaults.repetition_penalty, 0.0, float("inf"), is_low_open=True
+            ),
             presence_penalty=fields.number("presence_penalty", 0.0, -2.0, 2.0),
             frequency_penalty=fields.number("frequency_penalty", 0.0, -2.0, 2.0),
             logit_bias=_logit_bias(fields, vocab_size),
+            allowed_token_ids=_allowed_token_ids(fields, vocab_size),
             ignore_eos=fields.boolean("ignore_eos", False),
             stop_token_ids=tuple(fields.token_ids("stop_token_ids", vocab_size, max_items=MAX_STOP_TOKEN_IDS)),
             logprobs=None if logprobs is None else min(logprobs, vocab_size),
+            prompt_logprobs=_prompt_logprobs(fields),
         ),
         stops=_stops(fields),
         is_stop_included=fields.boolean("include_stop_str_in_output", False),
@@ -143,13 +172,36 @@ def read_options(
         stream=_stream_options(fields, has_timing_header),
         priority=fields.integer("priority", 0, -(2**31), 2**31 - 1),
         cache_salt=fields.text("cache_salt", "", max_length=MAX_CACHE_SALT_LENGTH),
+        bad_words=_bad_words(fields),
+        truncation=read_truncation(fields),
+        has_token_names=fields.boolean("return_tokens_as_token_ids", False),
+        usual_max_tokens=defaults.max_tokens,
     )
 
 
-def _top_k(fields: Fields, vocab_size: int) -> int:
+def refuse_unserved(fields: Fields, refused: Table) -> None:
+    """A field that would change the answer is served or refused, never ignored."""
+    for name, value in fields.values.items():
+        if name in refused and not refused[name].is_neutral(value):
+            raise fields.unserved(name, refused[name].about)
+
+
+def _top_k(fields: Fields, default: int, vocab_size: int) -> int:
     """-1 and 0 are off; more than the vocabulary is all of it, which is off too."""
-    top_k = fields.integer("top_k", 0, -1, MAX_TOKENS)
+    top_k = fields.integer("top_k", default, -1, MAX_TOKENS)
     return 0 if top_k < 1 or top_k >= vocab_size else top_k
+
+
+def _prompt_logprobs(fields: Fields) -> int | None:
+    """-1, all of the vocabulary, is more than is told of a token."""
+    count = fields.integer("prompt_logprobs", None, 0, MAX_LOGPROBS)
+    if count is not None and fields.boolean("stream", False):
+        raise InvalidRequestError(
+            "prompt_logprobs is not told in a stream; leave stream out, or ask for echo and logprobs",
+            param="prompt_logprobs",
+            code="invalid_value",
+        )
+    return count
 
 
 def _logit_bias(fields: Fields, vocab_size: int) -> dict[int, float]:
@@ -176,6 +228,31 @@ def _bias_key(key: str, vocab_size: int) -> int:
     return int(key)
 
 
+def _allowed_token_ids(fields: Fields, vocab_size: int) -> tuple[int, ...]:
+    if fields.get("allowed_token_ids") == []:
+        raise fields.refuse("allowed_token_ids", "a list of at least one token id")
+    return tuple(sorted(set(fields.token_ids("allowed_token_ids", vocab_size))))
+
+
+def _bad_words(fields: Fields) -> tuple[str, ...]:
+    expected = f"a list of up to {MAX_BAD_WORDS} texts of 1 to {MAX_BAD_WORD_LENGTH} characters, not blanks alone"
+    words = fields.items("bad_words", expected, max_items=MAX_BAD_WORDS) or []
+    if not all(isinstance(word, str) and word.strip() and len(word) <= MAX_BAD_WORD_LENGTH for word in words):
+        raise fields.refuse("bad_words", expected)
+    return tuple(dict.fromkeys(words))
+
+
+def read_truncation(fields: Fields) -> Truncation | None:
+    """Which part of its prompt a client wants; None: all of it."""
+    side = fields.text("truncation_side", "left")
+    if side not in ("left", "right"):
+        raise fields.refuse("truncation_side", "left or right")
+    max_tokens = fields.integer("truncate_prompt_tokens", None, -1, MAX_TOKENS)
+    if max_tokens == 0:
+        raise fields.refuse("truncate_prompt_tokens", "-1 or a whole number of at least 1")
+    return None if max_tokens is None else Truncation(max_tokens, keeps_end=side == "left")
+
+
 def _stops(fields: Fields) -> tuple[str, ...]:
     given = fields.get("stop")
     stops = [given] if isinstance(given, str) else ([] if given is None else given)
@@ -198,6 +275,7 @@ def _stream_options(fields: Fields, has_timing_header: bool) -> StreamOptions:
         has_usage=given.boolean("include_usage", False),
         has_timing=given.boolean("include_timing", False) or has_timing_header,
         has_token_ids=fields.boolean("return_token_ids", False),
+        has_running_usage=given.boolean("continuous_usage_stats", False),
     )
 
 

@@ -8,23 +8,32 @@ Order of a stream, per choice: opening, pieces, closing; then the usage if asked
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+import msgspec
 
 from pdserve.errors import InvalidRequestError
-from pdserve.gateway.generation.answer import Answer, ChoiceOutput, Delta
+from pdserve.gateway.generation.answer import Answer, ChoiceOutput, Delta, PromptOutput
 from pdserve.gateway.generation.request import GenerationRequest
 from pdserve.gateway.http.sse import Responder, SlowClientError
 from pdserve.gateway.openai.frontend import Call, Frontend
 from pdserve.gateway.openai.options import Options, StreamOptions
+from pdserve.gateway.text.forbidden_tokens import bad_word_sequences, unknown_token
 from pdserve.gateway.text.stop_strings import StopMatcher
 from pdserve.gateway.text.tokenizer import Detokenizer
 from pdserve.ids import RequestId
 from pdserve.reasons import CancelReason, Ending
 
+MAX_PROMPT_LOGPROBS = 2**21
+"""Log-probabilities of prompt tokens in one answer; each takes some 300 bytes until it is sent."""
+
 Body = dict[str, Any]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -42,7 +51,7 @@ class Envelope:
             "id": call.request_id,
             "object": "",
             "created": int(time.time()),
-            "model": frontend.card.served_name,
+            "model": call.model,
             "system_fingerprint": f"pdserve-{frontend.card.fingerprint[:12]}",
         }
         return cls(head, options.stream, prompts)
@@ -76,15 +85,19 @@ class Shape(Protocol):
         """The body of an answer in one piece."""
 
 
-def usage_of(answer: Answer | None, *, num_prompt_tokens: int, has_timing: bool) -> Body:
-    """Tokens of one request; without an answer nothing was generated. Several prompts share the first one's timing."""
-    num_output_tokens = answer.num_output_tokens if answer else 0
-    usage: Body = {
+def token_counts(num_prompt_tokens: int, num_output_tokens: int) -> Body:
+    """The three numbers of a usage."""
+    return {
         "prompt_tokens": num_prompt_tokens,
         "completion_tokens": num_output_tokens,
         "total_tokens": num_prompt_tokens + num_output_tokens,
-        "prompt_tokens_details": {"cached_tokens": answer.num_cached_tokens if answer else 0},
     }
+
+
+def usage_of(answer: Answer | None, *, num_prompt_tokens: int, has_timing: bool) -> Body:
+    """Tokens of one request; without an answer nothing was generated. Several prompts share the first one's timing."""
+    usage = token_counts(num_prompt_tokens, answer.num_output_tokens if answer else 0)
+    usage["prompt_tokens_details"] = {"cached_tokens": answer.num_cached_tokens if answer else 0}
     if has_timing and answer:
         usage["timing"] = answer.generations[0].waterfall.as_timing()
     return usage
@@ -93,27 +106,51 @@ def usage_of(answer: Answer | None, *, num_prompt_tokens: int, has_timing: bool)
 # --- submitting
 
 
+def max_total_tokens(frontend: Frontend) -> int:
+    """Tokens of prompt and output together that can be served now."""
+    return min(frontend.card.max_model_len, frontend.dispatcher.max_total_tokens or frontend.card.max_model_len)
+
+
+def prepare(
+    frontend: Frontend, prompts: Sequence[list[int]], options: Options, param: str
+) -> tuple[list[list[int]], Options]:
+    """Prompts as they are sent to the model, and options with what only the tokenizer knows; blocking.
+
+    Raises:
+        InvalidRequestError: a text has no token that the model knows; `param` is the field that brought the prompts.
+    """
+    tokenizer, vocab_size = frontend.prompts.tokenizer, frontend.card.vocab_size
+    kept = list(prompts)
+    if options.truncation is not None:
+        limit = max_total_tokens(frontend)
+        kept = [options.truncation.apply(token_ids, options.max_tokens, limit) for token_ids in prompts]
+    for token_ids in kept:
+        if token_ids and max(token_ids) >= vocab_size:
+            raise unknown_token(tokenizer, token_ids, vocab_size, param)
+    if options.bad_words:
+        sequences = bad_word_sequences(options.bad_words, tokenizer, vocab_size)
+        sampling = msgspec.structs.replace(options.sampling, bad_words=sequences)
+        options = dataclasses.replace(options, sampling=sampling)
+    return kept, options
+
+
 def start(
     frontend: Frontend,
     call: Call,
     prompts: Sequence[list[int]],
     options: Options,
     *,
-    default_max_tokens: int | None,
     continues: bool,
 ) -> Answer:
-    """Submit one generation per prompt.
-
-    Args:
-        default_max_tokens: when the client gave none; None = the rest of the context.
-        continues: the output goes on where the prompt's text ended.
+    """Submit one generation per prompt; with `continues` the output goes on where the prompt's text ended.
 
     Raises:
         RequestError: a prompt is empty or too long, or the dispatcher refuses.
     """
     if not all(prompts):
         raise InvalidRequestError("the prompt is empty and this model has no token to begin with", param="prompt")
-    limit = min(frontend.card.max_model_len, frontend.dispatcher.max_total_tokens or frontend.card.max_model_len)
+    _check_scores(prompts, options)
+    limit = max_total_tokens(frontend)
     eos_ids = frozenset[int]() if options.sampling.ignore_eos else frontend.card.eos_token_ids
     terminal_ids = eos_ids | set(options.sampling.stop_token_ids)
     requests = [
@@ -121,7 +158,7 @@ def start(
             request_id=call.request_id if len(prompts) == 1 else RequestId(f"{call.request_id}-{number}"),
             prompt_token_ids=token_ids,
             n=options.n,
-            sampling=options.sampling_for(len(token_ids), limit, default_max_tokens),
+            sampling=options.sampling_for(len(token_ids), limit),
             deadline_s=call.received_s + frontend.limits.request_deadline_s,
             received_s=call.received_s,
             terminal_ids=terminal_ids,
@@ -147,11 +184,27 @@ def start(
     return Answer(generations, outputs, clock=frontend.clock, on_tokens=frontend.observer.tokens_came)
 
 
+def _check_scores(prompts: Sequence[list[int]], options: Options) -> None:
+    """Refuse an answer that the log-probabilities of prompts would make larger than memory should hold."""
+    count = options.sampling.prompt_logprobs
+    if count is None:
+        return
+    num_numbers = sum(map(len, prompts)) * options.n * (1 + count)
+    if num_numbers > MAX_PROMPT_LOGPROBS:
+        raise InvalidRequestError(
+            f"{sum(map(len, prompts))} prompt tokens, {1 + count} log-probabilities of each and n = {options.n} make "
+            f"{num_numbers} numbers, at most {MAX_PROMPT_LOGPROBS} are told at once; send fewer prompts, ask for less",
+            param="prompt_logprobs",
+            code="invalid_value",
+        )
+
+
 def _output(
     frontend: Frontend, index: int, options: Options, terminal_ids: frozenset[int], continues: bool
 ) -> ChoiceOutput:
+    kind = PromptOutput if options.max_tokens == 0 else ChoiceOutput
     tokenizer, has_stops = frontend.prompts.tokenizer, bool(options.stops or options.is_stop_included)
-    return ChoiceOutput(
+    return kind(
         index,
         Detokenizer(
             tokenizer.backend_tokenizer,
@@ -193,7 +246,8 @@ async def send_answer(
         else:
             while await answer.advance():
                 pass
-            await responder.json(shape.whole([(output, output.take()) for output in answer.outputs], usage()))
+            choices = [(output, output.take()) for output in answer.outputs]
+            await responder.json(await _shaped(frontend, answer.outputs, partial(shape.whole, choices, usage())))
         record.ending = Ending(answer.outputs[0].finish_reason or Ending.ERROR)
     except SlowClientError:
         answer.cancel(CancelReason.SLOW_CLIENT)
@@ -218,10 +272,36 @@ async def _stream(
         if not outputs:
             return
         is_first = not opened
-        await responder.events([event for output in outputs for event in _events_of(output, shape, options, opened)])
+        write = partial(_events, answer, outputs, shape, options, opened)
+        is_opening = len(opened) < len(answer.outputs)
+        await responder.events(await _shaped(frontend, outputs, write) if is_opening else write())
         if is_first:
             for generation in answer.generations:
                 generation.waterfall.note_first_write(frontend.clock())
+
+
+async def _shaped(frontend: Frontend, outputs: Sequence[ChoiceOutput], work: Callable[[], T]) -> T:
+    """What `work` makes of these choices; in a thread when it writes down log-probabilities of whole prompts."""
+    if any(output.prompt_logprobs for output in outputs):
+        return await asyncio.get_running_loop().run_in_executor(frontend.executor, work)
+    return work()
+
+
+def _events(
+    answer: Answer, outputs: list[ChoiceOutput], shape: Shape, options: StreamOptions, opened: set[int]
+) -> list[Body]:
+    """What these choices have to say; each event with the usage of its choice so far, if asked for."""
+    if not options.has_running_usage:
+        return [event for output in outputs for event in _events_of(output, shape, options, opened)]
+    told: list[Body] = []
+    for output in outputs:
+        num_prompt_tokens, is_opening = answer.num_prompt_tokens_of(output), output.index not in opened
+        events = _events_of(output, shape, options, opened)
+        for event in events:
+            has_tokens = not is_opening or event is not events[0]
+            event["usage"] = token_counts(num_prompt_tokens, output.num_tokens if has_tokens else 0)
+        told += events
+    return told
 
 
 def _events_of(output: ChoiceOutput, shape: Shape, options: StreamOptions, opened: set[int]) -> list[Body]:

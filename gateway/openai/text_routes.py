@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from functools import partial
 from typing import Any
@@ -18,9 +19,11 @@ from pdserve.errors import InvalidRequestError
 from pdserve.gateway.http.body import Fields
 from pdserve.gateway.http.error_body import http_error
 from pdserve.gateway.http.system_routes import READING
-from pdserve.gateway.openai.chat import read_chat
+from pdserve.gateway.openai.chat import read_chat, read_max_tokens
 from pdserve.gateway.openai.endpoint import PostEndpoint
 from pdserve.gateway.openai.frontend import Call, Frontend
+from pdserve.gateway.openai.options import read_truncation
+from pdserve.gateway.openai.reply import max_total_tokens
 
 
 async def tokenize(frontend: Frontend, call: Call, fields: Fields) -> None:
@@ -58,13 +61,18 @@ async def detokenize(frontend: Frontend, call: Call, fields: Fields) -> None:
 async def render(frontend: Frontend, call: Call, fields: Fields) -> None:
     """What a chat request sends to the model, without sending it."""
     loop, chat = asyncio.get_running_loop(), read_chat(fields)
+    truncation, max_tokens = read_truncation(fields), read_max_tokens(fields)
     prompt = await loop.run_in_executor(frontend.executor, frontend.prompts.build, chat)
+    text, token_ids = prompt.text, prompt.token_ids
+    if truncation is not None:
+        token_ids = truncation.apply(token_ids, max_tokens, max_total_tokens(frontend))
+        text = await loop.run_in_executor(frontend.executor, frontend.prompts.tokenizer.decode, token_ids)
     await call.responder.json(
         {
-            "model": frontend.card.served_name,
-            "prompt": prompt.text,
-            "prompt_token_ids": prompt.token_ids,
-            "num_prompt_tokens": len(prompt.token_ids),
+            "model": call.model,
+            "prompt": text,
+            "prompt_token_ids": token_ids,
+            "num_prompt_tokens": len(token_ids),
         }
     )
 
@@ -81,26 +89,31 @@ def add_text_routes(app: FastAPI, frontend: Frontend) -> None:
 
 def _model_routes(frontend: Frontend) -> APIRouter:
     router = APIRouter()
-    card = frontend.card
-    model = {
-        "id": card.served_name,
-        "object": "model",
-        "created": int(time.time()),
-        "owned_by": "pdserve",
-        "root": card.served_name,
-        "parent": None,
-        "max_model_len": card.max_model_len,
+    card, created = frontend.card, int(time.time())
+    models = {
+        name: {
+            "id": name,
+            "object": "model",
+            "created": created,
+            "owned_by": "pdserve",
+            "root": card.served_name,
+            "parent": None,
+            "max_model_len": card.max_model_len,
+            "sampling_defaults": dataclasses.asdict(card.sampling_defaults),
+        }
+        for name in card.served_names
     }
 
     @router.api_route("/v1/models", methods=READING)
     async def list_models() -> JSONResponse:
-        return JSONResponse({"object": "list", "data": [model]})
+        return JSONResponse({"object": "list", "data": list(models.values())})
 
     @router.api_route("/v1/models/{name:path}", methods=READING)
     async def one_model(name: str) -> JSONResponse:
         if not name:
             return await list_models()
-        if name.removesuffix("/") != card.served_name:
+        model = models.get(name.removesuffix("/"))
+        if model is None:
             raise http_error(404, f"The model {name[:80]!r} does not exist here.", code="model_not_found")
         return JSONResponse(model)
 

@@ -201,7 +201,9 @@ class Placement:
         return chosen
 
     def num_guessed_tokens(self, demand: Demand, worker: WorkerRegistration) -> int:
-        """Prompt tokens that the worker probably has in its prefix cache."""
+        """Prompt tokens that the worker probably has in its prefix cache, and need not compute."""
+        if demand.is_scored:
+            return 0
         hashes = demand.hashes(worker.block_size)
         return self.router.prefixes.num_hit_spans(worker.ref, hashes) * BLOCKS_PER_SPAN * worker.block_size
 

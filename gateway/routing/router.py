@@ -86,6 +86,11 @@ class Demand:
         return self.request.n if self.output is None else 1
 
     @property
+    def is_scored(self) -> bool:
+        """Whether the prompt's log-probabilities are wanted: it is computed as a whole, whatever is cached."""
+        return self.request.num_scored_tokens > 0 and not self.output
+
+    @property
     def is_pin_strict(self) -> bool:
         """First dispatch: the pinned pair or none. Later: the pinned pair if it is there."""
         return self.output is None

@@ -1,6 +1,7 @@
 """What each token id stands for in bytes, for the two kinds of decoders that nearly all models have.
 
-Byte-level (GPT-2, Llama 3, Qwen): every character of a vocabulary entry stands for one byte.
+Byte-level (GPT-2, Llama 3, Qwen): every character of a vocabulary entry stands for one byte; an added token is its own
+text (the `tokenizers` library decodes one like `über` as bytes, too, which no client means).
 SentencePiece (Llama 2, Gemma, Mistral): `▁` is a blank, `<0xE4>` is a byte, a leading blank may be dropped.
 Both make the text of a sequence the UTF-8 decoding of its concatenated bytes, which is what lets a stream be
 decoded in linear time. Other decoders are not described here: `TokenBytes.of` says None, and
@@ -71,6 +72,10 @@ class TokenBytes(dict[int, bytes]):
     def __init__(self, tokenizer: Tokenizer, rules: DecoderRules, special_ids: frozenset[int]) -> None:
         super().__init__()
         self.tokenizer, self.rules, self.special_ids = tokenizer, rules, special_ids
+        if rules.is_byte_level:  # an added token is text, even if each of its characters is in the alphabet of bytes
+            for index, token in tokenizer.get_added_tokens_decoder().items():
+                if not self._is_byte(token.content):
+                    self[index] = token.content.encode()
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> TokenBytes | None:
@@ -93,6 +98,10 @@ class TokenBytes(dict[int, bytes]):
         """Bytes of the very first token of a text, for a tokenizer that drops its blanks."""
         entry = self.tokenizer.id_to_token(token_id)
         return b"" if entry is None else self._bytes_of(entry.replace(_BLANK, ""))
+
+    def _is_byte(self, content: str) -> bool:
+        """Whether an added token names the entry of a single byte, which nothing else could write."""
+        return content in _BYTE_OF_CHARACTER and content in self.tokenizer.get_vocab(with_added_tokens=False)
 
     def _bytes_of(self, entry: str) -> bytes:
         if self.rules.is_byte_level:

@@ -81,7 +81,11 @@ class ModelTokenizer:
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool = False) -> str:
         """The text of ids; special tokens are shown by default."""
-        return self.backend_tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+        table = self.token_bytes
+        if table is None or not table.rules.is_byte_level:
+            return self.backend_tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+        kept = [index for index in ids if not (skip_special_tokens and index in table.special_ids)]
+        return b"".join([table[index] for index in kept]).decode("utf-8", "replace")
 
     def bytes_of(self, token_id: int) -> bytes:
         """One token by itself, as bytes: exact also for a part of a character."""

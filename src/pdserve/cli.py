@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import NamedTuple
 
 from pdserve import __version__
+from pdserve.arguments import perhaps
 from pdserve.errors import PdserveError
 
 
@@ -20,7 +21,7 @@ class Command(NamedTuple):
 
 COMMANDS: dict[str, Command] = {
     "up": Command("pdserve.commands.up:main", "everything on this machine: bus, gateway, prefill and decode workers"),
-    "status": Command("pdserve.commands.status:main", "the processes of a running service"),
+    "status": Command("pdserve.commands.status:main", "the processes of the services that run here"),
     "chat": Command("pdserve.commands.chat:main", "talk to a running service in the terminal"),
     "bench": Command("pdserve.commands.bench:main", "load test of an OpenAI-compatible URL"),
     "verify": Command("pdserve.commands.verify:main", "compare served tokens with a reference, one by one"),
@@ -71,8 +72,13 @@ def main(argv: list[str] | None = None) -> int:
         print(f"pdserve {__version__}")
         return 0
     if name not in COMMANDS:
-        print(f"pdserve: there is no command {name!r}\n\n{usage()}", file=sys.stderr)
+        print(f"pdserve: there is no command {name!r}{perhaps(name, COMMANDS)}\n\n{usage()}", file=sys.stderr)
         return 2
+    if not sys.platform.startswith("linux"):
+        print(
+            f"pdserve runs on Linux, and this is {sys.platform}: use a container or a virtual machine", file=sys.stderr
+        )
+        return 1
     return run(name, rest)
 
 
@@ -82,7 +88,7 @@ def run(name: str, arguments: list[str]) -> int:
         return load(COMMANDS[name])(arguments) or 0
     except PdserveError as error:
         print(f"pdserve {name}: {error}", file=sys.stderr)
-        return 1
+        return error.exit_status
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # `pdserve … | head`

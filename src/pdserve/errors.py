@@ -25,13 +25,20 @@ from pdserve.reasons import TransferReason
 class PdserveError(Exception):
     """Root of all expected errors."""
 
+    exit_status = 1
+    """What a command ends with."""
+
 
 class SettingError(PdserveError):
-    """A setting has an unknown name or a bad value."""
+    """A setting has an unknown name or a bad value: wrong usage."""
+
+    exit_status = 2
 
     def __init__(self, name: str, value: object, expected: str) -> None:
+        """`value` is None where none was given."""
         self.name, self.value, self.expected = name, value, expected
-        super().__init__(f"setting {name}: got {value!r}, expected {expected}")
+        got = "" if value is None else f"got {value!r}, "
+        super().__init__(f"setting {name}: {got}expected {expected}")
 
 
 class ModelError(PdserveError):

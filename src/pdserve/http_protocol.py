@@ -115,7 +115,10 @@ class ClientProtocol(HttpToolsProtocol):
             raise self._too_large()
         if self.parser.should_upgrade():
             return
+        if self.url[:1] not in (b"/", b"*"):
+            self.url = _without_host(self.url)
         super().on_headers_complete()
+        self.headers = []  # trailers behind a body are no headers
         self._is_in_head = False
         self._unset_keepalive_if_required()
         if self.scope["http_version"] == "1.0":
@@ -214,6 +217,12 @@ def _without_chunks(cycle: Any, app: Any) -> Any:
         await app(scope, receive, send_plainly)
 
     return answer
+
+
+def _without_host(url: bytes) -> bytes:
+    """Path and query of a URL as proxies get it, `http://host/path`."""
+    parsed = httptools.parse_url(url)
+    return (parsed.path or b"/") + (b"?" + parsed.query if parsed.query else b"")
 
 
 def _refusal(error: httptools.HttpParserError) -> RefusedHeadError:

@@ -12,8 +12,8 @@ What flows where:
     gateway → decode    DecodeJob, Cancel, ResendTokens
     decode → prefill    KvWant, KvRelease, LeaseRenewal
     prefill → decode    KvReady, KvFailed
-    prefill → gateway   Started, TokenBatch, Finished, Failed, Roster
-    decode → gateway    TokenBatch, Finished, Failed, Roster
+    prefill → gateway   Started, PromptLogprobs, TokenBatch, Finished, Failed, Roster
+    decode → gateway    PromptLogprobs, TokenBatch, Finished, Failed, Roster
 
 P and D below are the prefill and the decode worker of a pair.
 """
@@ -167,6 +167,8 @@ class ResendTokens(AttemptMessage, frozen=True, kw_only=True, tag=True):
 
     gateway_id: GatewayId
     from_index: int
+    from_prompt_index: int | None = None
+    """Send the prompt's log-probabilities again, too, from this token of it on; None: none are missing."""
 
 
 # --- hand-off: D ↔ P
@@ -181,11 +183,13 @@ class KvWant(WorkerAttemptMessage, frozen=True, kw_only=True, tag=True):
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """Log-probability of a sampled token and of the best alternatives, most likely first."""
+    """Log-probability of a sampled or given token and of the best alternatives, most likely first."""
 
     logprob: float
     top_token_ids: list[int]
     top_logprobs: list[float]
+    rank: int = 0
+    """Tokens at least as likely as this one, itself included: 1 is the most likely one. 0: not counted."""
 
 
 class KvReady(WorkerAttemptMessage, frozen=True, kw_only=True, tag=True):
@@ -261,6 +265,17 @@ class Started(WorkerAttemptMessage, frozen=True, kw_only=True, tag=True):
 
     num_cached_tokens: int
     schedule_s: float
+
+
+class PromptLogprobs(WorkerAttemptMessage, frozen=True, kw_only=True, tag=True):
+    """Log-probabilities of consecutive prompt tokens, each given those before it. Idempotent by index.
+
+    All of a prompt's are sent before its first output token, in pieces; only when `sampling.prompt_logprobs` asks.
+    """
+
+    index: int
+    """Place in the prompt of the first of these tokens; 1 is the first token that has one."""
+    logprobs: list[TokenLogprobs]
 
 
 class SequenceTokens(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -344,6 +359,7 @@ AnyMessage = (
     | KvRelease
     | LeaseRenewal
     | Started
+    | PromptLogprobs
     | TokenBatch
     | Finished
     | Failed

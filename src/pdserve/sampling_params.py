@@ -19,7 +19,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     seed: int
     """One 64-bit number per request, shared by its choices."""
     max_tokens: int
-    """At most this many output tokens, counted from the original prompt; >= 1."""
+    """At most this many output tokens, counted from the original prompt. 0: only the prompt's log-probabilities are
+    wanted; the token behind it, which ends the sequence, is not shown."""
     min_tokens: int = 0
     """No end-of-sequence or stop token before this many output tokens."""
     temperature: float = 1.0
@@ -38,12 +39,18 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Subtracted from the logit of a token once for each time that the output has it."""
     logit_bias: dict[int, float] = {}
     """Token id → what is added to its logit."""
+    allowed_token_ids: tuple[int, ...] = ()
+    """Only these token ids may be drawn; empty = all."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Token sequences that the output never has: the last token of one is not drawn after the others."""
     ignore_eos: bool = False
     """Whether end-of-sequence tokens are tokens like any other."""
     stop_token_ids: tuple[int, ...] = ()
     """Token ids that end the sequence, beside the end-of-sequence tokens."""
     logprobs: int | None = None
     """Log-probabilities of the sampled token and of this many best alternatives are told; None = of none."""
+    prompt_logprobs: int | None = None
+    """The same of every token of the prompt but the first; None = of none."""
 
     @property
     def is_greedy(self) -> bool:

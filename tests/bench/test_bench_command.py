@@ -133,3 +133,13 @@ def test_a_result_that_cannot_be_written_is_printed_all_the_same(
     told = capsys.readouterr()
     assert "TTFT" in told.out
     assert "cannot be written" in told.err
+
+
+def test_a_model_that_is_not_served_is_named_with_those_that_are(server, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--url", server.url, "--model", "nope"]) == 1
+    assert f"the server at {server.url} serves fake, not 'nope'" in capsys.readouterr().err
+
+
+def test_a_url_may_end_with_v1(server, tmp_path: Path) -> None:
+    argv = ["--concurrency", "1", "--num-requests", "1", "--runs", "1", "--warmup", "0"]
+    assert main(["--url", f"{server.url.removeprefix('http://')}/v1/", *argv]) == 0

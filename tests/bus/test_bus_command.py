@@ -104,10 +104,10 @@ def test_one_bad_line_means_nothing_is_sent(
     [
         ([], 2, "usage"),
         (["watch"], 2, "usage"),
-        (["send"], 1, "takes a FILE"),
+        (["send"], 2, "setting FILE: expected a file of JSON lines"),
         (["send", "/no/such/file"], 1, "cannot read /no/such/file"),
-        (["tail", "--count", "many"], 1, "--count"),
-        (["tail", "--kv-lease-s", "1"], 1, "--kv-lease-s"),
+        (["tail", "--count", "many"], 2, "--count"),
+        (["tail", "--kv-lease-s", "1"], 2, "--kv-lease-s"),
         (["tail", "--redis", "unix:///no/such.sock", "--bus-timeout-s", "0.2"], 1, "the bus"),
     ],
 )

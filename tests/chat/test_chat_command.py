@@ -141,3 +141,41 @@ def test_an_event_that_cannot_be_read_is_no_traceback(chat_server, capsys: pytes
     chat_server.raw = {"[NONSENSE"}
     assert main(["hi", "--url", chat_server.url]) == 1
     assert "cannot be read" in capsys.readouterr().err
+
+
+def test_an_answer_is_bounded_and_its_temperature_moderate_where_the_model_says_none(
+    chat_server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cut = {"choices": [{"delta": {}, "finish_reason": "length"}]}
+    chat_server.answers = [["and so on", cut, "[DONE]"]]
+    assert main(["hi", "--url", chat_server.url]) == 0
+    assert (chat_server.bodies[0]["max_completion_tokens"], chat_server.bodies[0]["temperature"]) == (1024, 0.7)
+    assert "(cut after 1024 tokens; --max-tokens allows more)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("defaults", "flags", "temperature"),
+    [
+        ({"temperature": 0.6, "top_k": 20}, [], None),
+        ({"temperature": 1.0, "top_p": 0.9}, [], None),
+        ({"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}, [], 0.7),
+        ({"temperature": 0.6}, ["--temperature", "0.2"], 0.2),
+        (None, ["--temperature", "1"], 1.0),
+        (None, [], 0.7),
+    ],
+)
+def test_the_models_own_sampling_is_left_to_the_service(
+    chat_server, defaults: dict[str, float] | None, flags: list[str], temperature: float | None
+) -> None:
+    chat_server.models = {"data": [{"id": "fake", "sampling_defaults": defaults}]}
+    chat_server.answers = [["a", "[DONE]"]]
+    assert main(["hi", "--url", chat_server.url, *flags]) == 0
+    assert chat_server.bodies[0].get("temperature") == temperature
+
+
+def test_a_model_that_is_not_served_is_named_with_those_that_are(
+    chat_server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chat_server.models = {"data": [{"id": "one"}, {"id": "two"}]}
+    assert main(["hi", "--url", chat_server.url, "--model", "nope"]) == 1
+    assert "serves one, two, not 'nope'" in capsys.readouterr().err

@@ -6,6 +6,7 @@ A test module says what it needs in `SERVICE` (arguments of `PrivateService`); t
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +20,8 @@ from pdserve.bench.sse import SseParser
 from pdserve.local.service import PrivateService
 from pdserve.verify.compare import Comparison, Verdict, compare
 from pdserve.verify.reference import Reference
+
+sys.path.insert(0, str(Path(__file__).parent))  # lm_eval_environment.py
 
 FAST = {"HEARTBEAT_S": 0.3, "KV_LEASE_S": 3, "HANDOFF_TIMEOUT_S": 3, "PROGRESS_TIMEOUT_S": 4, "NUM_BLOCKS": 1024}
 """Settings under which a test need not wait long for what a real service takes seconds to notice."""

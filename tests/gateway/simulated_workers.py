@@ -20,12 +20,14 @@ from pdserve.messages import (
     Finished,
     Message,
     PrefillJob,
+    PromptLogprobs,
     ResendTokens,
     Roster,
     RosterItem,
     SequenceTokens,
     Started,
     TokenBatch,
+    TokenLogprobs,
 )
 from pdserve.registration import WorkerRef
 
@@ -63,6 +65,11 @@ class Held:
     @property
     def next_index(self) -> int:
         return self.first_index + len(self.tokens)
+
+
+def scores_of(prompt: list[int]) -> list[TokenLogprobs]:
+    """What every worker tells of a prompt's tokens but the first."""
+    return [TokenLogprobs(logprob=-float(token), top_token_ids=[], top_logprobs=[]) for token in prompt[1:]]
 
 
 class World:
@@ -133,7 +140,7 @@ class SimulatedWorker:
             self.tombstones.add(message.key)
             self.held.pop(message.key, None)
         elif isinstance(message, ResendTokens) and message.key in self.held:
-            self._resend(self.held[message.key], message.from_index)
+            self._resend(self.held[message.key], message)
         elif isinstance(message, PrefillJob | DecodeJob) and message.key not in self.tombstones:
             self._take(message)
 
@@ -162,7 +169,18 @@ class SimulatedWorker:
         item = SequenceTokens(**held.job.key._asdict(), index=index, token_ids=tokens)
         return TokenBatch(worker_id=self.ref.worker_id, generation=self.ref.generation, items=[item])
 
-    def _resend(self, held: Held, from_index: int) -> None:
+    def _say_scores(self, held: Held, first: int) -> None:
+        """One message for each token of a prompt that is scored: half of them would be a gap."""
+        job = held.job
+        if job.sampling.prompt_logprobs is not None:
+            about = self._about(job)
+            for index, entry in list(enumerate(scores_of(job.prompt_token_ids), 1))[first - 1 :]:
+                self._say(PromptLogprobs(**about, index=index, logprobs=[entry]))  # type: ignore[arg-type]
+
+    def _resend(self, held: Held, message: ResendTokens) -> None:
+        from_index = message.from_index
+        if message.from_prompt_index is not None and held.tokens:
+            self._say_scores(held, message.from_prompt_index)
         if held.next_index > from_index >= held.first_index:
             self._say(self._batch(held, from_index))
         if held.finish is not None:
@@ -214,6 +232,8 @@ class SimulatedWorker:
                 about = self._about(held.job)
                 self._say(Started(**about, num_cached_tokens=0, schedule_s=0.1))  # type: ignore[arg-type]
             return
+        if not held.tokens:
+            self._say_scores(held, 1)
         history = held.job.prompt_token_ids + held.tokens
         held.tokens.append(self.world.sample(history, held.job.key))
         self._publish(held, held.next_index - 1, now_s)

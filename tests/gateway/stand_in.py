@@ -95,6 +95,9 @@ class ScriptedDispatcher:
     async def _play(self, generation: Generation) -> None:
         for choice in range(generation.request.n):
             generation.waterfall.note_dispatched(choice, time.monotonic())
+        request = generation.request
+        if request.sampling.prompt_logprobs is not None:
+            generation.add_prompt_logprobs(prompt_scores(request.prompt_token_ids, request.sampling.prompt_logprobs))
         await asyncio.gather(*[self._play_choice(generation, choice) for choice in range(generation.request.n)])
 
     async def _play_choice(self, generation: Generation, choice: int) -> None:
@@ -139,6 +142,16 @@ def _logprobs(request: GenerationRequest, token_id: int) -> TokenLogprobs:
     )
 
 
+def prompt_scores(token_ids: list[int], count: int) -> list[TokenLogprobs]:
+    """Token n has -n; the next id is likelier, the one after it masked."""
+    result = []
+    for place, token_id in enumerate(token_ids[1:], 1):
+        top = [(token_id + 1, -0.5), (token_id, -float(place)), (token_id + 2, float("-inf"))][:count]
+        ids, logprobs = [token for token, _ in top], [logprob for _, logprob in top]
+        result.append(TokenLogprobs(logprob=-float(place), top_token_ids=ids, top_logprobs=logprobs, rank=2))
+    return result
+
+
 @dataclass
 class Service:
     """A running gateway without workers."""
@@ -160,7 +173,7 @@ async def running(
     model: Path, script: Script, limits: FrontendLimits | None = None, **options: Any
 ) -> AsyncIterator[Service]:
     """Serve on a free port until the block ends."""
-    card = ModelCard.load(model, served_name="tiny")
+    card = ModelCard.load(model, served_name=options.pop("served_name", "tiny"))
     faults = options.pop("faults", None)
     connection = {name: options.pop(name) for name in CONNECTION_LIMITS if name in options}
     dispatcher = ScriptedDispatcher(script, eos_token_ids=card.eos_token_ids, **options)

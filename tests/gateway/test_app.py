@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -92,3 +93,13 @@ async def test_another_method_is_a_405_that_says_which_are_allowed(
                 assert response.json()["error"]["code"] == "method_not_allowed"
         options = await service.client.options(path)
     assert (options.status_code, options.headers["allow"], options.content) == (204, allowed, b"")
+
+
+async def test_options_of_the_server_itself_are_a_204(tiny_model_dir: Path) -> None:
+    async with running(tiny_model_dir, speak("a")) as service:
+        host, port = service.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"OPTIONS * HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        assert (await reader.read()).startswith(b"HTTP/1.1 204 ")
+        writer.close()
+        await writer.wait_closed()

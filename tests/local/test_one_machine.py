@@ -180,7 +180,7 @@ def test_a_bad_setting_ends_it_before_anything_starts(tmp_path: Path, tiny_model
         check=False,
         timeout=30,
     )
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "kv-leese-s" in done.stderr or "KV_LEASE_S" in done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "run").exists()

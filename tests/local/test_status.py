@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from pdserve.bus.bus import Bus
 from pdserve.bus.registry import Registry
@@ -131,3 +132,21 @@ def test_a_bus_that_is_away_leaves_the_supervisors_word(
     out, err = capsys.readouterr()
     assert json.loads(out)[0]["pid"] == 41
     assert "the bus failed" in err
+
+
+def test_all_services_of_the_machine_are_listed_each_under_its_name(
+    tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PDS_HOME", str(tmp_path))
+    with owned(tmp_path, "a") as first, owned(tmp_path, "b") as second:
+        write(first, replace(a_service(a_process(os.getpid()), redis_url=redis_url), service="a"))
+        write(second, replace(a_service(a_process(os.getpid(), "starting"), redis_url=redis_url), service="b"))
+        assert main(["status"]) == 1
+        shown = capsys.readouterr().out
+        assert [line for line in shown.splitlines() if line.startswith("service ")] == ["service a", "service b"]
+        assert main(["status", "--json"]) == 1
+        assert [row["service"] for row in json.loads(capsys.readouterr().out)] == ["a", "b"]
+        assert main(["status", "--service", "a"]) == 0
+        assert "service a" not in capsys.readouterr().out
+        assert main(["status", "--service", "c"]) == 1
+        assert "no service 'c' runs on this machine (running: a, b)" in capsys.readouterr().err

@@ -138,3 +138,13 @@ def test_an_encoder_is_refused(folder: Path) -> None:
     write_json(folder / "config.json", {"max_position_embeddings": 10})
     with pytest.raises(ModelError, match="vocab_size"):
         ModelCard.load(folder)
+
+
+@pytest.mark.parametrize("place", ["tokenizer_config.json", "special_tokens_map.json"])
+@pytest.mark.parametrize("name", ["eos_token", "eot_token", "eom_token"])
+@pytest.mark.parametrize("is_extra", [False, True])
+def test_every_end_that_the_tokenizer_names_counts(folder: Path, place: str, name: str, is_extra: bool) -> None:
+    named = {name: {"content": "<turn>"}}
+    write_json(folder / place, {"extra_special_tokens": named} if is_extra else named)
+    write_json(folder / "tokenizer.json", {"model": {"vocab": {}}, "added_tokens": [{"id": 5, "content": "<turn>"}]})
+    assert ModelCard.load(folder).eos_token_ids == {7, 5}

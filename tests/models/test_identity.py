@@ -19,7 +19,6 @@ from pdserve.models.identity import (
     model_fingerprint,
     rope_text,
     signature_difference,
-    weight_files,
 )
 
 
@@ -133,10 +132,11 @@ def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
         model_fingerprint(tmp_path)
 
 
-def test_safetensors_come_before_older_formats(tmp_path: Path) -> None:
-    for name in ("a.bin", "b.safetensors", "a.safetensors"):
-        (tmp_path / name).write_bytes(b"x")
-    assert [file.name for file in weight_files(tmp_path)] == ["a.safetensors", "b.safetensors"]
+def test_only_the_files_that_are_read_count(copy: Path) -> None:
+    before = model_fingerprint(copy)
+    for name in ("a.bin", "b.safetensors", "model.safetensors.index.json"):
+        (copy / name).write_bytes(b"x")
+    assert model_fingerprint(copy) == before
 
 
 GEOMETRY = {"num_layers": 2, "num_kv_heads": 2, "head_dim": 16, "kv_dtype": "float32", "block_size": 16, "rope": "r"}

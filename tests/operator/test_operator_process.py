@@ -198,7 +198,7 @@ async def test_a_port_that_is_taken_is_one_readable_line(tmp_path: Path) -> None
         port = str(taken.getsockname()[1])
         async with operator(tmp_path, ApiServer(), "--metrics-port", port) as process:
             errors = await errors_of(process)
-    assert process.returncode == 1
+    assert process.returncode == 2
     assert errors.strip().startswith(
         f"pdserve operator: setting METRICS_PORT: got {port}, expected a port that is free"
     )

@@ -5,10 +5,20 @@ from __future__ import annotations
 import pytest
 
 from pdserve.engine.sequence import Sequence
-from pdserve.messages import AttemptKey, Failed, Finished, Message, ResendTokens, TokenBatch
+from pdserve.engine.step_output import StepOutput
+from pdserve.messages import (
+    AttemptKey,
+    Failed,
+    Finished,
+    Message,
+    PromptLogprobs,
+    ResendTokens,
+    TokenBatch,
+    TokenLogprobs,
+)
 from pdserve.registration import WorkerRef
 from pdserve.sampling_params import SamplingParams
-from pdserve.worker.attempts import Attempt, Attempts
+from pdserve.worker.attempts import PROMPT_LOGPROBS_PER_MESSAGE, Attempt, Attempts
 from pdserve.worker.sender import Sender
 
 Sent = list[tuple[str, Message]]
@@ -182,3 +192,60 @@ def test_tokens_wait_while_a_gateways_stream_is_full_and_go_out_in_one_piece(
     batch = sent[0][1]
     assert isinstance(batch, TokenBatch)
     assert batch.items[0].token_ids == [10, 11]
+
+
+# --- log-probabilities of prompts
+
+
+def scores(first: int, count: int) -> list[TokenLogprobs]:
+    return [TokenLogprobs(logprob=-float(n), top_token_ids=[], top_logprobs=[]) for n in range(first, first + count)]
+
+
+def pieces(sent: Sent) -> list[tuple[int, list[float]]]:
+    """(index, log-probabilities) of each message, which is taken."""
+    found = [(m.index, [e.logprob for e in m.logprobs]) for _, m in sent if isinstance(m, PromptLogprobs)]
+    sent.clear()
+    return found
+
+
+def test_a_prompts_log_probabilities_go_out_once_in_pieces_and_before_tokens(attempts: Attempts, sent: Sent) -> None:
+    attempt = attempts.open(make_sequence(), "gw", 0.0)
+    first = StepOutput(prompt_logprobs=[(attempt.sequence, scores(1, PROMPT_LOGPROBS_PER_MESSAGE + 2))])
+    attempts.publish(attempts.absorb(first))
+    assert [(index, len(values)) for index, values in pieces(sent)] == [
+        (1, PROMPT_LOGPROBS_PER_MESSAGE),
+        (1 + PROMPT_LOGPROBS_PER_MESSAGE, 2),
+    ]
+    last = StepOutput(prompt_logprobs=[(attempt.sequence, scores(900, 1))], tokens=[(attempt.sequence, 7, None)])
+    attempts.publish(attempts.absorb(last))
+    assert [type(message) for _, message in sent] == [PromptLogprobs, TokenBatch]
+    assert pieces(sent) == [(3 + PROMPT_LOGPROBS_PER_MESSAGE, [-900.0])]
+
+
+def test_what_a_full_stream_held_back_goes_out_later(attempts: Attempts, sender: Recorder, sent: Sent) -> None:
+    attempt = attempts.open(make_sequence(), "gw", 0.0)
+    sender.full.add("gw")
+    attempts.publish(attempts.absorb(StepOutput(prompt_logprobs=[(attempt.sequence, scores(1, 3))])))
+    assert sent == []
+    assert attempt.has_unsent
+    sender.full.clear()
+    attempts.publish_held_back()
+    assert pieces(sent) == [(1, [-1.0, -2.0, -3.0])]
+    assert not attempt.has_unsent
+
+
+@pytest.mark.parametrize(("start", "expected"), [(1, [-1.0, -2.0, -3.0]), (3, [-3.0]), (4, None), (None, None)])
+def test_log_probabilities_can_be_asked_for_again_even_after_the_end(
+    attempts: Attempts, sent: Sent, start: int | None, expected: list[float] | None
+) -> None:
+    attempt = attempts.open(make_sequence(), "gw", 0.0)
+    attempts.publish(attempts.absorb(StepOutput(prompt_logprobs=[(attempt.sequence, scores(1, 3))])))
+    add_tokens(attempt, 7)
+    attempts.finish(attempt, "length", None)
+    attempts.publish([attempt])
+    attempts.end(attempt, 1.0, keeps_tokens=True)
+    sent.clear()
+    attempts.resend(ResendTokens(**attempt.key._asdict(), gateway_id="gw", from_index=0, from_prompt_index=start))
+    kinds = [TokenBatch, Finished] if expected is None else [PromptLogprobs, TokenBatch, Finished]
+    assert [type(message) for _, message in sent] == kinds
+    assert pieces(sent) == ([] if expected is None else [(start, expected)])

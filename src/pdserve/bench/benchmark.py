@@ -63,7 +63,10 @@ async def run_benchmark(
     server, pool, started_at = Server(url, headers), ConnectionPool(url, headers), time.time()
     try:
         models = await server.models()
-        model = options.model or str(models[0].get("id"))
+        names = [str(entry.get("id")) for entry in models]
+        if options.model is not None and options.model not in names:
+            raise ServerError(f"the server at {url} serves {', '.join(names)}, not {options.model!r}")
+        model = options.model or names[0]
         facts = await server.describe() | {"model": next((m for m in models if m.get("id") == model), None)}
         bench = _Bench(options, server, pool, model, trace, progress)
         await bench.prepare(report)

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from pdserve.arguments import CommandParser
 from pdserve.bench.summary import Slos
 from pdserve.bench.traces import Trace, read_trace
 from pdserve.errors import SettingError
@@ -53,6 +54,7 @@ class BenchOptions:
     """Everything that defines a benchmark, so that the recorded options repeat it."""
 
     url: str | None
+    service: str | None
     model: str | None
     endpoint: str
     concurrency: int | None
@@ -111,6 +113,7 @@ def parse_options(argv: list[str]) -> BenchOptions:
     concurrency = 8 if args.concurrency is None and not is_open else args.concurrency
     options = BenchOptions(
         url=args.url,
+        service=args.service,
         model=args.model,
         endpoint=args.endpoint,
         concurrency=concurrency,
@@ -176,15 +179,16 @@ def _json_object(name: str, text: str) -> dict[str, Any]:
     return value
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> CommandParser:
+    parser = CommandParser(
         prog="pdserve bench",
         description="Load test of any OpenAI-compatible server. The API key is read from OPENAI_API_KEY.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--url", help="base URL, without /v1 (default: the running local service)")
+    add("--url", help="where the server answers, with or without http:// and /v1 (default: the running local service)")
+    add("--service", help="name of the local service, where several run here")
     add("--model", help="default: the first that the server lists")
     add("--endpoint", choices=("completions", "chat"), default="completions", help="default: completions")
     load = parser.add_mutually_exclusive_group()

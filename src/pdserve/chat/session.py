@@ -12,6 +12,12 @@ import httpx
 from pdserve.bench.sse import SseParser
 from pdserve.errors import PdserveError
 
+LIMIT = "max_completion_tokens"
+MODERATE_TEMPERATURE = 0.7
+"""Where neither the user nor the model says one: less nonsense than 1, and not always the same words."""
+_SILENT = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+"""What a service shows as its `sampling_defaults` when the model's makers have said nothing."""
+
 
 class ChatError(PdserveError):
     """The service did not give a complete answer; the message says why and what to do."""
@@ -28,6 +34,8 @@ class Conversation:
     system: str | None = None
     messages: list[dict[str, str]] = field(default_factory=list)
     usage: dict[str, Any] = field(default_factory=dict)
+    is_cut: bool = False
+    """The last answer was as long as it may be, and not at its end."""
 
     def __post_init__(self) -> None:
         self.reset()
@@ -42,7 +50,7 @@ class Conversation:
         Raises:
             ChatError: nothing answers, an HTTP error, or an error in mid-stream.
         """
-        self.usage = {}
+        self.usage, self.is_cut = {}, False
         self.messages.append({"role": "user", "content": text})
         said: list[str] = []
         try:
@@ -84,6 +92,7 @@ class Conversation:
             raise ChatError(f"the answer broke off: {event['error'].get('message', event['error'])}")
         self.usage = event.get("usage") or self.usage
         for choice in event.get("choices") or ():
+            self.is_cut = self.is_cut or choice.get("finish_reason") == "length"
             delta = choice.get("delta") or {}
             if text := (delta.get("content") or delta.get("reasoning_content")):
                 yield text
@@ -95,7 +104,7 @@ def open_conversation(
     """Begin a chat with `model`, or with the first that the service lists.
 
     Raises:
-        ChatError: nothing answers there.
+        ChatError: nothing answers there, or it does not serve this model.
     """
     try:
         response = client.get("/v1/models")
@@ -107,14 +116,18 @@ def open_conversation(
     if response.status_code != 200:
         raise ChatError(_error_text(response))
     try:
-        names = [entry["id"] for entry in response.json()["data"]]
-    except (ValueError, KeyError, TypeError):
+        defaults = {entry["id"]: entry.get("sampling_defaults") or {} for entry in response.json()["data"]}
+    except (ValueError, KeyError, TypeError, AttributeError):
         raise ChatError(
             f"what answers at {client.base_url} is no OpenAI-compatible service; name one with --url"
         ) from None
-    if model is None and not names:
+    if not defaults:
         raise ChatError(f"the service at {client.base_url} serves no model")
-    return Conversation(client, model or names[0], options, system)
+    if model is not None and model not in defaults:
+        raise ChatError(f"the service at {client.base_url} serves {', '.join(defaults)}, not {model!r}")
+    model = model or next(iter(defaults))
+    has_own = any(defaults[model].get(name, usual) != usual for name, usual in _SILENT.items())
+    return Conversation(client, model, options if has_own else {"temperature": MODERATE_TEMPERATURE} | options, system)
 
 
 def _error_text(response: httpx.Response) -> str:

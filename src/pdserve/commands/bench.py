@@ -15,21 +15,21 @@ from pdserve.bench.options import parse_options
 from pdserve.bench.progress import Progress
 from pdserve.bench.report import as_json, table
 from pdserve.errors import PdserveError
-from pdserve.local.find_service import find_service_url
+from pdserve.local.find_service import service_url
 
 
 def main(argv: list[str] | None = None) -> int:
     """Measure and print; 0 when there were answers, 1 when nothing could be measured, 2 for bad flags."""
     try:
         options = parse_options(sys.argv[1:] if argv is None else argv)
-        url = options.url or find_service_url(os.environ)
+        url = service_url(options.url, options.service, os.environ)
         progress = Progress(sys.stderr)
         api_key = os.environ.get("OPENAI_API_KEY")
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             result = runner.run(run_benchmark(options, url, api_key, _note, progress))
     except PdserveError as error:
         print(f"pdserve bench: {error}", file=sys.stderr)
-        return 1
+        return error.exit_status
     except KeyboardInterrupt:
         print("pdserve bench: interrupted, nothing was recorded", file=sys.stderr)
         return 130

@@ -14,10 +14,11 @@ from pathlib import Path
 
 import msgspec
 
+from pdserve.arguments import perhaps
 from pdserve.bus.bus import Bus
 from pdserve.bus.keys import Keys
 from pdserve.bus.tail import Line, as_json_line, as_text, watch
-from pdserve.errors import BusError, PdserveError
+from pdserve.errors import BusError, PdserveError, SettingError
 from pdserve.local.service_file import read_all
 from pdserve.log import setup_logging
 from pdserve.models.resolve import home_folder
@@ -38,7 +39,10 @@ def main(argv: list[str]) -> int:
         return 0
     action, words = (argv[0], argv[1:]) if argv else ("", [])
     if action not in ("tail", "send"):
-        print(_USAGE, file=sys.stderr)
+        typed = (
+            f"there is no action {action!r}{perhaps(action, ('tail', 'send'))}" if action else "an action is missing"
+        )
+        print(f"pdserve bus: {typed}\n{_USAGE}", file=sys.stderr)
         return 2
     try:
         if action == "tail":
@@ -46,7 +50,7 @@ def main(argv: list[str]) -> int:
         return _send(words)
     except PdserveError as error:
         print(f"pdserve bus: {error}", file=sys.stderr)
-        return 1
+        return error.exit_status
     except KeyboardInterrupt:
         return 0
 
@@ -66,7 +70,7 @@ def _take_count(words: list[str]) -> int | None:
     value = words[position + 1] if position + 1 < len(words) else ""
     del words[position : position + 2]
     if not value.isdigit() or int(value) == 0:
-        raise PdserveError(f"--count takes a whole number > 0, got {value!r}")
+        raise SettingError("--count", value, "a whole number > 0")
     return int(value)
 
 
@@ -85,7 +89,7 @@ async def _show(settings: BusSettings, is_raw: bool, count: int | None) -> None:
 
 def _send(words: list[str]) -> int:
     if not words or (words[0].startswith("--")):
-        raise PdserveError("send takes a FILE of JSON lines, or - for standard input")
+        raise SettingError("FILE", words[0] if words else None, "a file of JSON lines, or - for standard input")
     settings = _settings(words[1:])
     lines = _read_lines(words[0], Keys(settings.service))
     asyncio.run(_put(settings, lines))

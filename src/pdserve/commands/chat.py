@@ -10,11 +10,14 @@ from typing import Any, TextIO
 
 import httpx
 
-from pdserve.chat.session import Conversation, open_conversation
+from pdserve.arguments import CommandParser
+from pdserve.chat.session import LIMIT, MODERATE_TEMPERATURE, Conversation, open_conversation
 from pdserve.chat.timing import waterfall
-from pdserve.errors import PdserveError
-from pdserve.local.find_service import find_service_url
+from pdserve.errors import PdserveError, SettingError
+from pdserve.local.find_service import service_url
 
+MAX_TOKENS = 1024
+"""The longest answer: a small model that draws at random may never end by itself."""
 _HELP = "/reset forgets the conversation, /quit (or Ctrl-D) leaves, Ctrl-C stops an answer"
 
 
@@ -22,7 +25,7 @@ def main(argv: list[str] | None = None) -> int:
     """0, or 1 when there was no complete answer to a one-shot prompt."""
     args = _parser().parse_args(argv)
     try:
-        url = args.url or find_service_url(os.environ)
+        url = service_url(args.url, args.service, os.environ)
         with httpx.Client(base_url=url, headers=_headers(args.timing), timeout=_timeout()) as client:
             conversation = open_conversation(client, args.model, _options(args), args.system)
             prompt = args.prompt if args.prompt is not None or sys.stdin.isatty() else sys.stdin.read()
@@ -31,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
             return 0 if _answer(conversation, prompt, args.timing) else 1
     except PdserveError as error:
         print(f"pdserve chat: {error}", file=sys.stderr)
-        return 1
+        return error.exit_status
     except KeyboardInterrupt:
         return 130
 
@@ -75,6 +78,8 @@ def _answer(conversation: Conversation, prompt: str, has_timing: bool) -> bool:
         print(f"pdserve chat: {error}", file=sys.stderr)
         return False
     _write(sys.stdout, "\n")
+    if conversation.is_cut:
+        print(f"(cut after {conversation.options[LIMIT]} tokens; --max-tokens allows more)", file=sys.stderr)
     if has_timing:
         _print_timing(conversation.usage)
     return True
@@ -104,20 +109,29 @@ def _timeout() -> httpx.Timeout:
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
-    given = {"max_completion_tokens": args.max_tokens, "temperature": args.temperature}
+    if args.max_tokens < 1:
+        raise SettingError("--max-tokens", args.max_tokens, "a whole number of at least 1")
+    given = {LIMIT: args.max_tokens, "temperature": args.temperature}
     return {name: value for name, value in given.items() if value is not None}
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> CommandParser:
+    parser = CommandParser(
         prog="pdserve chat",
         description="Talk to a running service, streaming. The API key is read from OPENAI_API_KEY.",
     )
     parser.add_argument("prompt", nargs="?", help="one question; without it (and from a terminal): a conversation")
     parser.add_argument("--timing", action="store_true", help="show where the time went after each answer")
-    parser.add_argument("--url", help="default: the service that runs on this machine")
+    parser.add_argument("--url", help="with or without http:// and /v1; default: the service that runs on this machine")
+    parser.add_argument("--service", help="name of the service, where several run here")
     parser.add_argument("--model", help="default: the first that the service lists")
     parser.add_argument("--system", help="system message at the beginning of the conversation")
-    parser.add_argument("--max-tokens", type=int, help="longest answer, in tokens")
-    parser.add_argument("--temperature", type=float, help="sampling temperature (default: the service's)")
+    parser.add_argument(
+        "--max-tokens", type=int, default=MAX_TOKENS, help=f"longest answer, in tokens (default: {MAX_TOKENS})"
+    )
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        help=f"sampling temperature (default: the model's own, or {MODERATE_TEMPERATURE} where it has none)",
+    )
     return parser

@@ -5,7 +5,6 @@ Everything is tried and not guessed: a server is started, a transport is opened,
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
@@ -20,6 +19,7 @@ from typing import Any
 import psutil
 
 from pdserve import __version__
+from pdserve.arguments import CommandParser
 from pdserve.errors import PdserveError
 from pdserve.local.ports import is_free
 from pdserve.local.redis_server import RedisServer, find_server_binary
@@ -42,7 +42,7 @@ class Finding:
 
 def main(argv: list[str]) -> int:
     """Print the findings; 1 when one of them is bad."""
-    parser = argparse.ArgumentParser(prog="pdserve doctor", description="What works here, what will be used and why.")
+    parser = CommandParser(prog="pdserve doctor", description="What works here, what will be used and why.")
     parser.add_argument("--model", default="demo", help="the model to choose an executor for")
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     options = parser.parse_args(argv)

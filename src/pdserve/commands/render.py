@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from pdserve.arguments import CommandParser
 from pdserve.operator.api.crds import to_yaml
 from pdserve.operator.api.spec import SpecError, read_service
 from pdserve.operator.facts import ClusterFacts, Owner
@@ -21,7 +21,7 @@ Json = dict[str, Any]
 
 def main(argv: list[str]) -> int:
     """Print YAML of every PDService in a file (`-` is standard input). Needs no cluster."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="pdserve render",
         description="Prints what the operator makes of a PDService.",
     )

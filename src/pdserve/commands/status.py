@@ -1,4 +1,4 @@
-"""`pdserve status [--json]`: the processes of a running service.
+"""`pdserve status [--json]`: the processes of the services that run on this machine, or of one.
 
 A supervisor on this machine knows process ids and restarts, the bus knows generations and who is ready, here or
 elsewhere. Both are asked where they exist, and told as one table.
@@ -6,14 +6,14 @@ elsewhere. Both are asked where they exist, and told as one table.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
 import sys
 
+from pdserve.arguments import CommandParser
 from pdserve.errors import BusError, ServiceError
-from pdserve.local.service_file import LocalService, read, read_all
+from pdserve.local.service_file import LocalService, read_all
 from pdserve.models.resolve import home_folder
 from pdserve.registration import GatewayRegistration, WorkerRegistration
 
@@ -24,10 +24,10 @@ _BUS_TIMEOUT_S = 2.0
 
 def main(argv: list[str]) -> int:
     """Print the table; 0 when every process is ready, else 1."""
-    parser = argparse.ArgumentParser(prog="pdserve status", description="The processes of a running service.")
+    parser = CommandParser(prog="pdserve status", description="The processes of the services that run here.")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
     parser.add_argument(
-        "--service", default=os.environ.get("PDS_SERVICE"), help="name of the service, where several run here"
+        "--service", default=os.environ.get("PDS_SERVICE"), help="name of one service (default: all that run here)"
     )
     parser.add_argument(
         "--redis",
@@ -35,34 +35,57 @@ def main(argv: list[str]) -> int:
         help="URL of the bus of a service that `pdserve up` did not start",
     )
     options = parser.parse_args(argv)
-    local = None if options.redis else find_local(options.service)
-    redis_url = local.redis_url if local else options.redis
-    service = local.service if local else options.service or "default"
-    try:
-        workers, gateways = asyncio.run(registered(redis_url, service))
-    except BusError as error:
-        print(f"pdserve status: {error}", file=sys.stderr)
-        workers, gateways = [], []
-    rows = merge(local, workers, gateways)
-    print(json.dumps(rows, indent=2) if options.json else table(rows))
+    rows = [
+        row
+        for local, name, redis_url in _services(options.service, options.redis)
+        for row in _rows(local, name, redis_url)
+    ]
+    print(json.dumps(rows, indent=2) if options.json else "\n\n".join(_tables(rows)))
     return 0 if rows and all(row["state"] == "ready" for row in rows) else 1
 
 
-def find_local(name: str | None) -> LocalService:
-    """The service that runs on this machine.
+def _services(name: str | None, redis_url: str | None) -> list[tuple[LocalService | None, str, str]]:
+    """(what its supervisor says, its name, the URL of its bus) of each service that is meant."""
+    if redis_url:
+        return [(None, name or "default", redis_url)]
+    return [(local, local.service, local.redis_url) for local in find_local(name)]
+
+
+def _rows(local: LocalService | None, name: str, redis_url: str) -> list[Row]:
+    try:
+        workers, gateways = asyncio.run(registered(redis_url, name))
+    except BusError as error:
+        print(f"pdserve status: {error}", file=sys.stderr)
+        workers, gateways = [], []
+    return [{"service": name, **row} for row in merge(local, workers, gateways)]
+
+
+def _tables(rows: list[Row]) -> list[str]:
+    """A table for each service, under its name where there are several."""
+    by_service: dict[str, list[Row]] = {}
+    for row in rows:
+        by_service.setdefault(str(row["service"]), []).append(row)
+    tables = {name: table(own) for name, own in by_service.items()}
+    if len(tables) <= 1:
+        return list(tables.values()) or [table([])]
+    return [f"service {name}\n{shown}" for name, shown in tables.items()]
+
+
+def find_local(name: str | None) -> list[LocalService]:
+    """The services that run on this machine, or the one of this name.
 
     Raises:
-        ServiceError: none of that name, or several and none named.
+        ServiceError: none runs, or none of that name.
     """
     home = home_folder(os.environ)
-    found = [read(home, name)] if name else read_all(home)
-    running = [service for service in found if service is not None]
-    if len(running) == 1:
-        return running[0]
-    if running:
+    running = read_all(home)
+    found = [service for service in running if name in (None, service.service)]
+    if found:
+        return found
+    if name and running:
         names = ", ".join(service.service for service in running)
-        raise ServiceError(f"several services run here ({names}): choose one with --service")
-    raise ServiceError(f"no service {name or ''} runs on this machine; start one with `pdserve up`".replace("  ", " "))
+        raise ServiceError(f"no service {name!r} runs on this machine (running: {names})")
+    raise ServiceError("no service runs on this machine; start one with `pdserve up`")
 
 
 async def registered(url: str, service: str) -> tuple[list[WorkerRegistration], list[GatewayRegistration]]:

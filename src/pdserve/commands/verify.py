@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-from pdserve.errors import PdserveError
+from pdserve.errors import PdserveError, SettingError
 from pdserve.verify.plan import parse_stages
 from pdserve.verify.progress import Progress
 from pdserve.verify.verification import Verification
@@ -26,6 +26,9 @@ def main(argv: list[str] | None = None) -> int:
     try:
         for stage in parse_stages(argv):
             verification.run(stage)
+    except SettingError as error:
+        print(f"pdserve verify: {error}", file=sys.stderr)
+        return error.exit_status
     except PdserveError as error:
         print(f"pdserve verify: {error}", file=sys.stderr)
         has_failed = True

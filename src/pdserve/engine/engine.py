@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from pdserve.engine.executors.base import Executor, SequenceSlice
+from pdserve.engine.executors.base import MAX_SCORED_LOGITS_BYTES, Executor, SequenceSlice
 from pdserve.engine.fits import check_fits_ever
 from pdserve.engine.kv.block_pool import BlockPool, BlockState, Holder, LedgerReport
 from pdserve.engine.kv.block_tables import holder_of
@@ -22,6 +22,7 @@ from pdserve.engine.sampling.sampler import SampledToken, sample
 from pdserve.engine.sampling.stop import check_stop
 from pdserve.engine.scheduling.scheduler import Schedule, Scheduler, work_of
 from pdserve.engine.scheduling.step_time import StepTimeModel
+from pdserve.engine.scoring import Scores, score_prompts
 from pdserve.engine.sequence import Sequence
 from pdserve.engine.step_output import StepOutput
 from pdserve.messages import AttemptKey, TokenLogprobs
@@ -46,6 +47,7 @@ class Engine:
         assert scheduler.tables.block_size == executor.kv_spec.block_size, (scheduler.tables.block_size, executor.name)
         self.executor = executor
         self.scheduler = scheduler
+        scheduler.max_scored_tokens = max(1, MAX_SCORED_LOGITS_BYTES // (4 * executor.vocab_size))
         self.tables = scheduler.tables
         self.eos_token_ids = eos_token_ids
         self.step_time = StepTimeModel()
@@ -206,10 +208,15 @@ class Engine:
         for sequence in plan.started:
             self.on_admitted(sequence)
         work = work_of(plan.sequences)
-        logits = self.executor.run([_slice(sequence) for sequence in plan.sequences])
+        batch = [_slice(sequence) for sequence in plan.sequences]
+        logits = self.executor.run(batch)
         samplers = [sequence for sequence in plan.sequences if _samples(sequence)]
+        scores: Scores = []
+        if len(logits) > len(samplers):
+            logits, scores = score_prompts(logits, batch)
         sampled = sample(logits, samplers, self.eos_token_ids)
-        output = self._update(plan, {id(s): token for s, token in zip(samplers, sampled, strict=True)}, started_s)
+        tokens = {id(s): token for s, token in zip(samplers, sampled, strict=True)}
+        output = self._update(plan, tokens, scores, started_s)
         self.sequences_in_step = []
         self.step_time.note(work, output.duration_s)
         return output
@@ -252,11 +259,13 @@ class Engine:
         self.tables.give_back(sequence)
         sequence.state = SequenceState.FINISHED
 
-    def _update(self, plan: Schedule, sampled: dict[int, SampledToken], started_s: float) -> StepOutput:
+    def _update(self, plan: Schedule, sampled: dict[int, SampledToken], scores: Scores, started_s: float) -> StepOutput:
         num_tokens, num_decode_tokens = plan.num_tokens, sum(s.num_uncomputed_tokens == 1 for s in plan.sequences)
         progressed: list[Sequence] = []
         tokens: list[tuple[Sequence, int, TokenLogprobs | None]] = []
         finished: list[Sequence] = []
+        for sequence, logprobs in scores:
+            sequence.num_scored_tokens += len(logprobs)
         for sequence in plan.sequences:
             num_before = sequence.num_computed_tokens
             if num_before < sequence.num_prompt_tokens:
@@ -271,6 +280,7 @@ class Engine:
             started=plan.started,
             progressed=progressed,
             tokens=tokens,
+            prompt_logprobs=scores,
             finished=finished,
             preempted=plan.preempted,
             num_tokens=num_tokens,
@@ -297,10 +307,12 @@ def _samples(sequence: Sequence) -> bool:
 
 def _slice(sequence: Sequence) -> SequenceSlice:
     start = sequence.num_computed_tokens
+    end = start + sequence.num_scheduled_tokens
     return SequenceSlice(
-        token_ids=sequence.tokens(start, start + sequence.num_scheduled_tokens),
+        token_ids=sequence.tokens(start, end),
         start=start,
         block_table=sequence.block_table,
         samples=_samples(sequence),
         tag=sequence,
+        num_scored=min(end - start, max(0, end - sequence.max_cached_tokens)) if sequence.is_scored else 0,
     )

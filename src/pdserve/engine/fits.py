@@ -26,7 +26,7 @@ def check_fits_ever(sequence: Sequence, *, vocab_size: int, max_model_len: int, 
         raise InvalidRequestError(f"token ids must lie in [0, {vocab_size})")
     num_prompt = sequence.num_prompt_tokens
     num_wanted = max(0, sequence.sampling.max_tokens - sequence.first_output_index)
-    num_output = 1 if sequence.is_prefill_only else num_wanted
+    num_output = min(1, num_wanted) if sequence.is_prefill_only else num_wanted
     num_stored = num_prompt + max(0, num_output - 1)  # the last token is not computed, so it needs no KV
     if num_prompt + num_output > max_model_len or num_stored > num_kv_tokens:
         raise InvalidRequestError(

@@ -46,6 +46,8 @@ class Sequence:
     num_cached_tokens: int = 0
     num_scheduled_tokens: int = 0
     """Tokens that the current step computes."""
+    num_scored_tokens: int = 1
+    """Leading tokens of the prompt whose log-probabilities are told, when they are wanted; the first one has none."""
     num_preemptions: int = 0
     admitted_s: float | None = None
     """When it last left the waiting queue."""
@@ -66,6 +68,16 @@ class Sequence:
     def num_uncomputed_tokens(self) -> int:
         """Tokens whose KV is missing; 1 while decoding."""
         return self.num_tokens - self.num_computed_tokens
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether log-probabilities of prompt tokens are still to be told; the prompt is then the original one."""
+        return self.sampling.prompt_logprobs is not None and self.num_scored_tokens < self.num_prompt_tokens
+
+    @property
+    def max_cached_tokens(self) -> int:
+        """Leading tokens that a prefix cache may supply: the logits of the others are wanted."""
+        return (self.num_scored_tokens if self.is_scored else self.num_tokens) - 1
 
     @property
     def first_output_index(self) -> int:

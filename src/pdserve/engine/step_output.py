@@ -18,6 +18,8 @@ class StepOutput:
     """Sequences of whose prompt a chunk was computed, the last one included."""
     tokens: list[tuple[Sequence, int, TokenLogprobs | None]] = field(default_factory=list)
     """Sampled tokens, in order; a prefill-only sequence's token 0 too."""
+    prompt_logprobs: list[tuple[Sequence, list[TokenLogprobs]]] = field(default_factory=list)
+    """Log-probabilities of the next prompt tokens of each sequence that is scored."""
     finished: list[Sequence] = field(default_factory=list)
     """Sequences that ended: `finish_reason` is set, blocks are given back."""
     preempted: list[Sequence] = field(default_factory=list)

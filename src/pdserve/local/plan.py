@@ -13,8 +13,10 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from pdserve.arguments import perhaps
 from pdserve.errors import SettingError
 from pdserve.settings import DecodeSettings, GatewaySettings, PrefillSettings, SharedSettings, describe, load
+from pdserve.settings.load import known_names
 
 ROLES: dict[str, type[SharedSettings]] = {
     "gateway": GatewaySettings,
@@ -28,6 +30,7 @@ _REST_RATIO = 0.9
 """Share of the target for the time per output token that steps are apart; the rest is left for delays."""
 
 _OWN_SETTINGS = {"WORKER_ID", "METRICS_PORT"}
+_OWN_FLAGS = ("--prefill", "--decode", "--gateways", "--no-restart", "--verbose", "--redis")
 """Settings that two processes cannot share."""
 
 
@@ -91,6 +94,7 @@ def parse_up(argv: Sequence[str]) -> UpOptions:
             flags[role] += _joined(_allowed(setting, name), words)
         else:
             flag = _allowed("redis-url" if name == "redis" else name, name)
+            _check_spelling(flag, words)
             for known in _roles_that_know(flag):
                 flags[known] += _joined(flag, words)
     if num["gateway"] < 1 or num["prefill"] + num["decode"] < 1:
@@ -116,6 +120,13 @@ def _allowed(setting: str, flag: str) -> str:
     if setting.replace("-", "_").upper() in _OWN_SETTINGS:
         raise SettingError(f"--{flag}", None, "no such flag: `pdserve up` gives each of its processes its own")
     return setting
+
+
+def _check_spelling(name: str, words: list[str]) -> None:
+    """Complain about what is nearly one of this command's own flags, before a role takes it for a setting."""
+    near = perhaps(f"--{name}", _OWN_FLAGS)
+    if near and name.removeprefix("no-").replace("-", "_").upper() not in known_names():
+        raise SettingError(f"--{name}", words[0] if words else None, f"a flag that exists{near}")
 
 
 def _joined(name: str, words: list[str]) -> list[str]:

@@ -10,6 +10,8 @@ from typing import Any
 
 from pdserve.errors import ModelError, SettingError
 from pdserve.ids import Fingerprint
+from pdserve.models.context_length import context_length
+from pdserve.models.generation_config import USUAL, SamplingDefaults
 from pdserve.models.identity import model_fingerprint
 
 
@@ -18,17 +20,24 @@ class ModelCard:
     """A served model, as seen from outside the engine."""
 
     path: Path
-    served_name: str
-    """The name that clients put into `model`."""
+    served_names: tuple[str, ...]
+    """The names that clients may put into `model`; the first stands in metrics, and in answers to who names none."""
     vocab_size: int
     """Rows of the embedding: token ids are in [0, vocab_size). May exceed the tokenizer's own."""
     max_model_len: int
     """Tokens of prompt and output together."""
     eos_token_ids: frozenset[int]
-    """Union over config, generation_config and tokenizer: each of them ends a sequence."""
+    """Ends of sequence, turn and message; the union over config, generation_config and tokenizer: each is an end."""
     chat_template: str | None
     """Jinja source; None: the model cannot chat."""
     fingerprint: Fingerprint
+    sampling_defaults: SamplingDefaults = USUAL
+    """What requests that are silent are sampled with; the gateway alone sets it."""
+
+    @property
+    def served_name(self) -> str:
+        """The first of its names."""
+        return self.served_names[0]
 
     @classmethod
     def load(
@@ -42,7 +51,7 @@ class ModelCard:
 
         Args:
             path: the folder.
-            served_name: else the folder's name.
+            served_name: one or several, separated by commas; else the folder's name.
             chat_template: Jinja source, or the path of a file with it; replaces the model's own.
             max_model_len: tokens; else the model's context length.
 
@@ -54,13 +63,16 @@ class ModelCard:
         text = {**config, **(config.get("text_config") or {})}
         generation = _read_json(path / "generation_config.json", optional=True)
         tokenizer = _read_json(path / "tokenizer_config.json", optional=True)
-        tokenizer_eos = _tokenizer_eos_id(path, tokenizer)
-        eos = {*_ids(text.get("eos_token_id")), *_ids(generation.get("eos_token_id")), *_ids(tokenizer_eos)}
+        eos = {
+            *_ids(text.get("eos_token_id")),
+            *_ids(generation.get("eos_token_id")),
+            *_tokenizer_end_ids(path, tokenizer),
+        }
         if not isinstance(text.get("vocab_size"), int):
             raise ModelError(f"{path / 'config.json'} has no vocab_size: not a causal language model")
         return cls(
             path=path,
-            served_name=served_name or path.resolve().name,
+            served_names=tuple(served_name.split(",")) if served_name else (path.resolve().name,),
             vocab_size=text["vocab_size"],
             max_model_len=_max_model_len(text, max_model_len),
             eos_token_ids=frozenset(eos),
@@ -89,27 +101,33 @@ def _ids(value: object) -> Iterator[int]:
 
 
 def _max_model_len(config: dict[str, Any], wanted: int | None) -> int:
-    names = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
-    context = next((config[name] for name in names if isinstance(config.get(name), int)), None)
+    context = context_length(config)
     if context is None and wanted is None:
         raise ModelError("the model's config.json does not tell its context length; set MAX_MODEL_LEN")
     if wanted is not None and context is not None and wanted > context:
         raise SettingError("MAX_MODEL_LEN", wanted, f"at most the model's context length, {context}")
-    return wanted or int(context or 0)
+    return wanted or context or 0
 
 
-def _tokenizer_eos_id(path: Path, tokenizer_config: dict[str, Any]) -> int | None:
-    """The tokenizer's end of sequence: its name in tokenizer_config.json, its id wherever that is listed."""
-    name = _token_text(tokenizer_config.get("eos_token"))
+def _tokenizer_end_ids(path: Path, tokenizer_config: dict[str, Any]) -> set[int]:
+    """The tokenizer's ends of sequence, turn and message: their names where it lists them, their ids wherever."""
+    names = _end_names(_read_json(path / "special_tokens_map.json", optional=True)) | _end_names(tokenizer_config)
     listed = tokenizer_config.get("added_tokens_decoder") or {}
     ids = {_token_text(token): int(index) for index, token in listed.items()}
-    if name and name not in ids:
+    if not names <= ids.keys():
         content = _read_json(path / "tokenizer.json", optional=True)
         vocab = content.get("model", {}).get("vocab", {})
         if isinstance(vocab, list):  # Unigram: [[token, score], …]
             vocab = {entry[0]: index for index, entry in enumerate(vocab)}
         ids = {**vocab, **{token["content"]: token["id"] for token in content.get("added_tokens", [])}, **ids}
-    return ids.get(name) if name else None
+    return {ids[name] for name in names if name in ids}
+
+
+def _end_names(config: dict[str, Any]) -> set[str]:
+    extra = config.get("extra_special_tokens")
+    places = (config, extra if isinstance(extra, dict) else {})
+    found = (_token_text(place.get(name)) for place in places for name in ("eos_token", "eot_token", "eom_token"))
+    return {name for name in found if name}
 
 
 def _token_text(token: object) -> str | None:

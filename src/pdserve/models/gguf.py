@@ -13,9 +13,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gguf import GGUFReader, TokenType
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
+_END_KEYS = ("eos", "eot", "eom")
+_END_NAMES = frozenset(
+    (
+        *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>"),
+        *("<|endoftext|>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>", "<end_of_utterance>"),
+        *("</s>", "<eos>", "<｜end▁of▁sentence｜>"),
+    )
+)
+"""Control tokens that programs for GGUF files stop at, whatever the keys say."""
 _FOREIGN_FIELDS = ("quantization_config", "_name_or_path", "_model_name_or_path")
 
 
@@ -27,10 +37,36 @@ def convert(source: Path, destination: Path, progress: Callable[[str], None]) ->
     progress("widening the weights to fp32")
     model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.float32)
     progress("writing safetensors")
-    _as_unquantized(model, tokenizer).save_pretrained(destination)
+    plain = _as_unquantized(model, tokenizer)
+    plain.generation_config.eos_token_id = sorted(
+        {*_as_ids(model.config.eos_token_id), *_as_ids(tokenizer.eos_token_id), *end_of_generation_ids(source)}
+    )
+    plain.save_pretrained(destination)
     tokenizer.save_pretrained(destination)
     _name_a_known_tokenizer_class(destination)
     return destination
+
+
+def end_of_generation_ids(source: Path) -> set[int]:
+    """Every token that a GGUF file says ends an answer: by its keys, or as control token of a known name."""
+    fields = GGUFReader(source).fields
+    named = (fields.get(f"tokenizer.ggml.{key}_token_id") for key in _END_KEYS)
+    ids = {int(field.contents()) for field in named if field is not None}
+    tokens, kinds = fields.get("tokenizer.ggml.tokens"), fields.get("tokenizer.ggml.token_type")
+    if tokens is None or kinds is None:
+        return ids
+    control = {
+        text: index
+        for index, (text, kind) in enumerate(zip(tokens.contents(), kinds.contents(), strict=True))
+        if kind == TokenType.CONTROL and text in _END_NAMES
+    }
+    if {"<|return|>", "<|call|>", "<|end|>"} <= control.keys():
+        del control["<|end|>"]  # between the messages of one answer (harmony)
+    return ids | set(control.values())
+
+
+def _as_ids(value: object) -> set[int]:
+    return {item for item in (value if isinstance(value, list) else [value]) if isinstance(item, int)}
 
 
 def _as_unquantized(model: Any, tokenizer: Any) -> Any:

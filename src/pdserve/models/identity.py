@@ -16,10 +16,10 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-from pdserve.errors import ModelError
 from pdserve.ids import Fingerprint, KvSignature
+from pdserve.models.weight_files import find_weights, read_raw_header
 
 KV_LAYOUT_VERSION = 1
 """Raised when the layout `[num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]` changes."""
@@ -37,7 +37,6 @@ _TEXT_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
-_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".gguf")
 _WHOLE_FILE_BYTES = 4 << 20
 """Smaller weight files are read whole."""
 _SAMPLE_BYTES = 512
@@ -52,28 +51,17 @@ def model_fingerprint(path: Path) -> Fingerprint:
     Raises:
         ModelError: there is no such folder, or no weights in it.
     """
-    weights = weight_files(path)
+    weights = find_weights(path)
     digest = hashlib.blake2b(digest_size=16)
     for name in _TEXT_FILES:
         file = path / name
         if file.is_file():
             _add(digest, name.encode(), file.read_bytes())
-    for file in weights:
+    if weights.index is not None:
+        _add(digest, weights.index.name.encode(), weights.index.read_bytes())
+    for file in weights.files:
         _add(digest, file.name.encode(), file_fingerprint(file).encode())
     return Fingerprint(digest.hexdigest())
-
-
-def weight_files(path: Path) -> list[Path]:
-    """The weight files of a folder by name; those of one format only, safetensors before others.
-
-    Raises:
-        ModelError: none there.
-    """
-    for suffix in _WEIGHT_SUFFIXES:
-        found = sorted(file for file in path.glob(f"*{suffix}") if file.is_file())
-        if found:
-            return found
-    raise ModelError(f"no weights in {path}: expected a folder with *.safetensors files")
 
 
 def file_fingerprint(file: Path) -> str:
@@ -85,18 +73,11 @@ def file_fingerprint(file: Path) -> str:
         if size_bytes <= _WHOLE_FILE_BYTES:
             digest.update(stream.read())
             return digest.hexdigest()
-        header = _safetensors_header(stream, size_bytes)
+        header = read_raw_header(stream, size_bytes)
         digest.update(header)
         for offset in _sample_offsets(header, size_bytes):
             digest.update(os.pread(stream.fileno(), _SAMPLE_BYTES, offset))
     return digest.hexdigest()
-
-
-def _safetensors_header(stream: BinaryIO | Any, size_bytes: int) -> bytes:
-    """The JSON header, or nothing when the file is of another format."""
-    length = int.from_bytes(stream.read(8), "little")
-    header = stream.read(length) if length < min(size_bytes, 100 << 20) else b""
-    return header if header.startswith(b"{") else b""
 
 
 def _sample_offsets(header: bytes, size_bytes: int) -> Iterator[int]:

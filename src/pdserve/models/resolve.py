@@ -7,10 +7,11 @@ from pathlib import Path
 
 from pdserve.errors import ModelError
 from pdserve.models.demo import DEMO_NAME, find_demo_gguf
-from pdserve.models.identity import file_fingerprint, weight_files
+from pdserve.models.identity import file_fingerprint
 from pdserve.models.store import build_once
+from pdserve.models.weight_files import check_weights
 
-_RECIPE = "r1"
+_RECIPE = "r2"
 """Part of the names of folders made here: raised when what is made changes, so that no old one is served."""
 _HUB_PREFIX = "hf://"
 _HUB_PATTERNS = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
@@ -62,7 +63,7 @@ def _checked_folder(path: Path) -> Path:
         )
     if not (path / "config.json").is_file():
         raise ModelError(f"{path} has no config.json: expected a Hugging Face model folder")
-    weight_files(path)
+    check_weights(path)
     return path
 
 

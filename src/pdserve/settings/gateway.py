@@ -41,6 +41,12 @@ class GatewaySettings(ProcessSettings):
         "With never the gateway asks no decode worker to compute a prompt.",
         why="It must say the same as LOCAL_PREFILL of the decode workers, and their default is auto.",
     )
+    generation_config: str = setting(
+        "auto",
+        choice("auto", "off"),
+        "The model's generation_config.json gives the sampling parameters of requests that name none (auto), or not.",
+        why="Models are published with the values under which they write well; a request's own ones win.",
+    )
     request_deadline_s: float = setting(
         600.0,
         seconds,

@@ -100,6 +100,16 @@ def pattern(expression: str, expected: str) -> Kind:
 
 
 text = pattern(r"(?s).*\S.*", "text that is not empty")
+
+
+def _parse_names(value: str) -> str:
+    names = [word.strip() for word in value.split(",")]
+    if not all(names) or len(set(names)) < len(names):
+        raise ValueError(value)
+    return ",".join(names)
+
+
+names = Kind(_parse_names, "one name, or several different ones separated by commas")
 name = pattern(r"[A-Za-z0-9][A-Za-z0-9_.-]*", "letters, digits, '-', '_' and '.'")
 
 

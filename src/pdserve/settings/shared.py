@@ -13,6 +13,7 @@ from pdserve.settings.kinds import (
     choice,
     integer,
     name,
+    names,
     optional,
     pattern,
     port,
@@ -78,7 +79,11 @@ class ProcessSettings(BusSettings):
         why="The demo model runs without a download.",
     )
     served_model_name: str | None = setting(
-        None, optional(text), "Clients ask for the model by this name.", why="The model's own name is used."
+        None,
+        optional(names),
+        "Clients ask for the model by this name, or by any of several, separated by commas; the first is the label of "
+        "metrics, and an answer carries the name that was asked for.",
+        why="The model's own name is used.",
     )
     chat_template: str | None = setting(
         None,

@@ -153,7 +153,7 @@ class NullText(TracedText):
     __slots__ = ()
 
     def __new__(cls) -> Self:
-        """There is one value."""
+        """Make the one value that there is."""
         return super().__new__(cls, "", "")
 
     def __eq__(self, other: object) -> bool:

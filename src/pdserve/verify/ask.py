@@ -61,6 +61,7 @@ async def _ask(client: httpx.AsyncClient, asking: Asking, prompt: VerifyPrompt) 
     body: dict[str, Any] = {
         "model": asking.model,
         "temperature": asking.temperature,
+        "repetition_penalty": 1,  # whatever the model's generation_config.json says
         "cache_salt": asking.cache_salt,
         "return_token_ids": True,
     }

@@ -6,9 +6,9 @@ transport, cache state and concurrency, with seeded sampling, then the demo mode
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass
 
+from pdserve.arguments import CommandParser
 from pdserve.errors import SettingError
 
 _PLAIN_PROMPTS, _FULL_PROMPTS = 24, 200
@@ -55,7 +55,7 @@ def parse_stages(argv: list[str] | None) -> list[Stage]:
     Raises:
         SettingError: a value is out of range.
     """
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="pdserve verify",
         description="Token-exact comparison of the disaggregated service with transformers' generate (fp32, greedy).",
     )

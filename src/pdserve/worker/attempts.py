@@ -19,6 +19,7 @@ from pdserve.messages import (
     AttemptKey,
     Failed,
     Finished,
+    PromptLogprobs,
     ResendTokens,
     Roster,
     RosterItem,
@@ -33,6 +34,9 @@ from pdserve.reasons import FailReason, FinishReason, SequenceState
 from pdserve.worker.admission import Refusal
 from pdserve.worker.sender import Sender
 
+PROMPT_LOGPROBS_PER_MESSAGE = 256
+"""With 20 alternatives a token's log-probabilities take about 300 bytes."""
+
 
 @dataclass(slots=True, eq=False)
 class Attempt:
@@ -44,6 +48,9 @@ class Attempt:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     num_sent: int = 0
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """One for each prompt token from the second one on, as far as they are computed; empty unless asked for."""
+    num_prompt_logprobs_sent: int = 0
     timing: Timing | None = None
     """Sent with the next tokens."""
     finished: Finished | None = None
@@ -70,8 +77,9 @@ class Attempt:
 
     @property
     def has_unsent(self) -> bool:
-        """Whether tokens, or the finish, still have to be sent."""
-        return self.num_sent < len(self.token_ids) or (self.finished is not None and not self.is_finish_sent)
+        """Whether log-probabilities of the prompt, tokens, or the finish still have to be sent."""
+        is_behind = self.num_sent < len(self.token_ids) or self.num_prompt_logprobs_sent < len(self.prompt_logprobs)
+        return is_behind or (self.finished is not None and not self.is_finish_sent)
 
     @property
     def schedule_s(self) -> float:
@@ -186,8 +194,12 @@ class Attempts:
         return is_told and attempt.ended_s + self._keep_s < now_s
 
     def absorb(self, output: StepOutput) -> list[Attempt]:
-        """Take a step's tokens and finishes; returns the attempts that have something to publish."""
+        """Take a step's log-probabilities, tokens and finishes; returns the attempts that have something to publish."""
         touched: dict[AttemptKey, Attempt] = {}
+        for sequence, prompt_logprobs in output.prompt_logprobs:
+            if (attempt := self.get(sequence.key)) is not None:
+                attempt.prompt_logprobs += prompt_logprobs
+                touched[attempt.key] = attempt
         for sequence, token_id, logprobs in output.tokens:
             if (attempt := self.get(sequence.key)) is not None:
                 attempt.add_token(token_id, logprobs)
@@ -212,7 +224,7 @@ class Attempts:
         self._sender.to_gateway(attempt.gateway_id, started)
 
     def publish(self, touched: Iterable[Attempt]) -> None:
-        """Send all unsent tokens of these attempts: one TokenBatch per gateway, Finished behind it."""
+        """Send all that is unsent of these attempts: what prompts score, one TokenBatch per gateway, then Finished."""
         by_gateway: dict[GatewayId, list[Attempt]] = {}
         for attempt in touched:
             by_gateway.setdefault(attempt.gateway_id, []).append(attempt)
@@ -220,6 +232,8 @@ class Attempts:
         for gateway_id, attempts in by_gateway.items():
             if self._sender.is_held_back(gateway_id):
                 continue
+            for attempt in attempts:
+                self._send_prompt_logprobs(attempt, gateway_id, attempt.num_prompt_logprobs_sent)
             items = [a.tokens_from(a.first_index + a.num_sent) for a in attempts if a.num_sent < len(a.token_ids)]
             if items:
                 self._sender.to_gateway(gateway_id, TokenBatch(**ref._asdict(), items=items))
@@ -229,6 +243,18 @@ class Attempts:
                 if attempt.finished is not None and not attempt.is_finish_sent:
                     attempt.is_finish_sent = True
                     self._sender.to_gateway(gateway_id, attempt.finished)
+
+    def _send_prompt_logprobs(self, attempt: Attempt, gateway_id: GatewayId, start: int) -> None:
+        """Send those from `start` on, in pieces."""
+        attempt.num_prompt_logprobs_sent = len(attempt.prompt_logprobs)
+        for first in range(start, len(attempt.prompt_logprobs), PROMPT_LOGPROBS_PER_MESSAGE):
+            piece = PromptLogprobs(
+                **attempt.key._asdict(),
+                **self._sender.ref._asdict(),
+                index=1 + first,
+                logprobs=attempt.prompt_logprobs[first : first + PROMPT_LOGPROBS_PER_MESSAGE],
+            )
+            self._sender.to_gateway(gateway_id, piece)
 
     def publish_held_back(self) -> None:
         """Send what waited because a gateway's stream was full."""
@@ -277,6 +303,8 @@ class Attempts:
         attempt = self.get(message.key) or self._ended.get(message.key)
         if attempt is None:
             return
+        if message.from_prompt_index is not None:
+            self._send_prompt_logprobs(attempt, message.gateway_id, max(0, message.from_prompt_index - 1))
         if message.from_index < attempt.next_index:
             tokens = attempt.tokens_from(message.from_index)
             batch = TokenBatch(**self._sender.ref._asdict(), items=[tokens])

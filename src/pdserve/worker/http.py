@@ -119,6 +119,7 @@ def _attempt_body(attempt: Attempt, now_s: float) -> dict[str, Any]:
         "attempt": sequence.key.attempt,
         "phase": sequence.state.value,
         "num_prompt_tokens": sequence.num_original_prompt_tokens,
+        "num_computed_tokens": sequence.num_computed_tokens,
         "num_output_tokens": attempt.next_index,
         "age_s": round(now_s - attempt.received_s, 3),
         "remaining_s": round(sequence.deadline_s - now_s, 3),

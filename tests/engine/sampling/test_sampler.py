@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from pdserve.engine.sampling import draw as draw_module
 from pdserve.engine.sampling.draw import draw
+from pdserve.engine.sampling.logprobs import MIN_LOGPROB
 from pdserve.engine.sampling.philox import philox, uniforms
-from pdserve.engine.sampling.sampler import MIN_LOGPROB, sample
+from pdserve.engine.sampling.sampler import sample
 
 VOCAB = 50
 EOS = frozenset({3, 7})

@@ -9,15 +9,15 @@ import pytest
 from attempt_bench import hear_tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulated_workers import Faults, SimulatedWorker, World
+from simulated_workers import Faults, SimulatedWorker, World, scores_of
 
 from pdserve.errors import RequestError
 from pdserve.gateway.dispatch import recovery
-from pdserve.gateway.dispatch.actions import Action, Emit, Fail, Requeue, Send, WantDecode
+from pdserve.gateway.dispatch.actions import Action, Emit, Fail, Requeue, Score, Send, WantDecode
 from pdserve.gateway.dispatch.outcomes import RetryLimits
 from pdserve.gateway.dispatch.sequence_machine import SequenceMachine
 from pdserve.gateway.generation.request import FinishedEvent, GenerationRequest, Sender, TokensEvent
-from pdserve.messages import Failed, Finished, Roster, Started, TokenBatch
+from pdserve.messages import Failed, Finished, PromptLogprobs, Roster, Started, TokenBatch, TokenLogprobs
 from pdserve.registration import WorkerRef
 from pdserve.sampling_params import SamplingParams
 
@@ -29,6 +29,7 @@ MESSAGES = (
     "PrefillJob",
     "DecodeJob",
     "Started",
+    "PromptLogprobs",
     "TokenBatch",
     "Finished",
     "Failed",
@@ -47,6 +48,7 @@ class Run:
     crashes: dict[float, str] = field(default_factory=dict)
     """Time → name of the worker that dies then."""
     client: list[int] = field(default_factory=list)
+    scores: list[TokenLogprobs] = field(default_factory=list)
     finished: list[FinishedEvent] = field(default_factory=list)
     errors: list[RequestError] = field(default_factory=list)
     not_before_s: float = 0.0
@@ -91,10 +93,12 @@ class Run:
                 )
 
     def _hear(self, message: object, now_s: float) -> None:
-        assert isinstance(message, Started | TokenBatch | Finished | Failed | Roster)
+        assert isinstance(message, Started | PromptLogprobs | TokenBatch | Finished | Failed | Roster)
         worker, machine = message.worker, self.machine
         if isinstance(message, TokenBatch):
             self._do(hear_tokens(machine, message.items[0], worker, now_s))
+        elif isinstance(message, PromptLogprobs):
+            self._do(machine.on_prompt_logprobs(message, worker, now_s))
         elif isinstance(message, Started):
             self._do(machine.on_started(message, worker, now_s))
         elif isinstance(message, Finished):
@@ -128,16 +132,23 @@ class Run:
                     self.world.send(worker, message)
                 case Emit(event=TokensEvent() as event):
                     assert not self.finished, "tokens after the end"
+                    assert self.scores == self.expected_scores, "a token came before the prompt's scores"
                     assert event.index == len(self.client), "a token was lost, doubled or reordered"
                     self.client.extend(event.token_ids)
                 case Emit(event=FinishedEvent() as event):
                     self.finished.append(event)
+                case Score(logprobs=logprobs):
+                    self.scores.extend(logprobs)
                 case WantDecode():
                     self.is_decode_wanted = True
                 case Requeue(not_before_s=not_before_s):
                     self.not_before_s = not_before_s
                 case Fail(error=error):
                     self.errors.append(error)
+
+    @property
+    def expected_scores(self) -> list[TokenLogprobs]:
+        return [] if self.machine.request.sampling.prompt_logprobs is None else scores_of(PROMPT)
 
     def check(self) -> None:
         """What must hold after every run, good or bad."""
@@ -147,6 +158,7 @@ class Run:
             assert token in self.world.produced[history], f"token {index} does not continue what the client has"
         if self.finished:
             assert self.finished[0].num_output_tokens == len(self.client)
+            assert self.scores == self.expected_scores, "a score was lost, doubled or reordered"
 
 
 def start(
@@ -159,6 +171,7 @@ def start(
     is_deterministic: bool = False,
     refuse_rate: float = 0.0,
     max_attempts: int = 10,
+    is_scored: bool = False,
 ) -> Run:
     world = World(seed, faults or Faults(), is_deterministic=is_deterministic, refuse_rate=refuse_rate)
     for name in ("P0", "P1"):
@@ -172,7 +185,12 @@ def start(
         request_id="r",
         prompt_token_ids=PROMPT,
         n=1,
-        sampling=SamplingParams(seed=1, max_tokens=max_tokens, stop_token_ids=stop_token_ids),
+        sampling=SamplingParams(
+            seed=1,
+            max_tokens=max_tokens,
+            stop_token_ids=stop_token_ids,
+            prompt_logprobs=0 if is_scored else None,
+        ),
         deadline_s=DEADLINE_S,
         received_s=0.0,
         terminal_ids=frozenset(stop_token_ids),
@@ -198,12 +216,25 @@ def test_without_faults_one_attempt_and_one_prefill_do_it() -> None:
     max_tokens=st.integers(1, 30),
     stop_token=st.sampled_from([None, 3, 17]),
     num_decode=st.integers(1, 3),
+    is_scored=st.booleans(),
 )
 def test_lost_doubled_late_and_reordered_messages_cost_time_and_never_a_token(
-    seed: int, rate: float, budget: int, only: str | None, max_tokens: int, stop_token: int | None, num_decode: int
+    seed: int,
+    rate: float,
+    budget: int,
+    only: str | None,
+    max_tokens: int,
+    stop_token: int | None,
+    num_decode: int,
+    is_scored: bool,
 ) -> None:
     run = start(
-        seed, faults=Faults(rate, budget, only), max_tokens=max_tokens, stop_token=stop_token, num_decode=num_decode
+        seed,
+        faults=Faults(rate, budget, only),
+        max_tokens=max_tokens,
+        stop_token=stop_token,
+        num_decode=num_decode,
+        is_scored=is_scored,
     )
     run.play()
     run.check()
@@ -218,11 +249,12 @@ def test_lost_doubled_late_and_reordered_messages_cost_time_and_never_a_token(
     budget=st.integers(0, 6),
     crashes=st.lists(st.tuples(st.floats(0.0, 8.0), st.sampled_from(["P0", "P1", "D0", "D1"])), max_size=3),
     max_tokens=st.integers(1, 60),
+    is_scored=st.booleans(),
 )
 def test_dying_workers_end_in_a_whole_answer_or_one_error(
-    seed: int, budget: int, crashes: list[tuple[float, str]], max_tokens: int
+    seed: int, budget: int, crashes: list[tuple[float, str]], max_tokens: int, is_scored: bool
 ) -> None:
-    run = start(seed, faults=Faults(0.2, budget), max_tokens=max_tokens)
+    run = start(seed, faults=Faults(0.2, budget), max_tokens=max_tokens, is_scored=is_scored)
     run.crashes = dict(crashes)
     run.play()
     run.check()

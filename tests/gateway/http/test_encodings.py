@@ -60,7 +60,7 @@ def prompt_of(service: Service) -> str:
     return service.frontend.prompts.tokenizer.decode(service.dispatcher.requests[-1].prompt_token_ids)
 
 
-@pytest.mark.parametrize(("coding", "body"), CODED.items(), ids=repr)
+@pytest.mark.parametrize(("coding", "body"), CODED.items(), ids=map(repr, CODED))
 async def test_compressed_bodies_are_read(tiny_model_dir: Path, coding: str, body: bytes) -> None:
     async with running(tiny_model_dir, speak("a")) as service:
         response = await post(service, body, ("content-encoding", coding))

@@ -311,7 +311,7 @@ async def test_the_official_client_works_unchanged(tiny_model_dir: Path) -> None
 
 async def test_the_request_that_reaches_the_dispatcher(tiny_model_dir: Path) -> None:
     async with running(tiny_model_dir, speak("a"), max_total_tokens=100) as service:
-        topology = {"kv_transfer_params": {"remote_host": "127.0.0.1"}, "remote_port": 1, "disaggregation": "never"}
+        topology = {"remote_host": "127.0.0.1", "remote_port": 1, "disaggregation": "never"}
         headers = {"X-PDServe-Prefill": "p1", "X-PDServe-Decode": "d1"}
         await service.post(PATH, {**HELLO, **topology, "cache_salt": "x", "priority": 3}, headers=headers)
         too_long = await service.post(PATH, {**HELLO, "max_tokens": 100})

@@ -58,7 +58,7 @@ BAD = {
     "return_token_ids": ["x"],
     "priority": [1.5, True, 2**31],
     "cache_salt": [5, "x" * 257],
-    "prompt_logprobs": [0, 1],
+    "prompt_logprobs": [-1, 21, 1.5, True, "1", []],
     "structured_outputs": [{"regex": "a"}],
     "logit_bias": [
         {"999999": 5},
@@ -158,8 +158,14 @@ def test_chats_own_fields_are_refused_by_name(fields: dict[str, Any], param: str
         ({"logprobs": 21}, "logprobs"),
         ({"logprobs": 10**6}, "logprobs"),
         ({"logprobs": -1}, "logprobs"),
-        ({"echo": True, "logprobs": 1}, "logprobs"),
-        ({"echo": True, "logprobs": 1, "max_tokens": 0}, "logprobs"),
+        ({"prompt_logprobs": 0, "stream": True}, "prompt_logprobs"),
+        ({"prompt_logprobs": 3, "stream": True, "echo": True, "logprobs": 1}, "prompt_logprobs"),
+        ({"echo": True, "logprobs": -1}, "logprobs"),
+        ({"echo": True, "logprobs": 21, "max_tokens": 0}, "logprobs"),
+        ({"echo": True, "logprobs": True}, "logprobs"),
+        ({"echo": True, "suffix": "end"}, "suffix"),
+        ({"echo": "yes"}, "echo"),
+        ({"prompt_logprobs": 1, "max_tokens": 0}, "max_tokens"),
         ({"echo": 1}, "echo"),
         ({"suffix": "x"}, "suffix"),
         ({"best_of": 2}, "best_of"),
@@ -192,8 +198,8 @@ def test_completions_own_fields_are_refused_by_name(fields: dict[str, Any], para
 @pytest.mark.parametrize("read", [chat, completion])
 def test_null_is_absent_and_unknown_fields_are_ignored(read: Any) -> None:
     nulls = dict.fromkeys([*BAD, "logprobs", "top_logprobs", "tools", "tool_choice", "suffix", "best_of", "echo"])
-    noise = {"store": True, "metadata": {}, "service_tier": "x", "user": 1, "verbosity": 2, "made_up": [1]}
-    topology = {"kv_transfer_params": {"remote_host": "127.0.0.1"}, "remote_host": "127.0.0.1", "bootstrap_port": 1}
+    noise = {"store": True, "metadata": {}, "service_tier": "x", "user": 1, "made_up": [1]}
+    topology = {"kv_transfer_params": {}, "remote_host": "127.0.0.1", "bootstrap_port": 1}
     assert read(**nulls, **noise, **topology).options == read().options
 
 
@@ -233,8 +239,8 @@ def test_newer_names_win() -> None:
 
 
 def test_completions_default_to_16_tokens_and_chats_to_the_rest() -> None:
-    assert completion().options.sampling_for(10, 100, 16).max_tokens == 16
-    assert chat().options.sampling_for(10, 100, None).max_tokens == 90
+    assert completion().options.sampling_for(10, 100).max_tokens == 16
+    assert chat().options.sampling_for(10, 100).max_tokens == 90
 
 
 @pytest.mark.parametrize(
@@ -242,7 +248,7 @@ def test_completions_default_to_16_tokens_and_chats_to_the_rest() -> None:
 )
 def test_what_never_fits_is_refused_with_the_three_numbers(num_prompt: int, max_tokens: int | None, param: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
-        chat(max_tokens=max_tokens).options.sampling_for(num_prompt, 100, None)
+        chat(max_tokens=max_tokens).options.sampling_for(num_prompt, 100)
     assert caught.value.param == param
     assert caught.value.code == "context_length_exceeded"
     for number in (100, num_prompt, max_tokens or 1):
@@ -251,7 +257,7 @@ def test_what_never_fits_is_refused_with_the_three_numbers(num_prompt: int, max_
 
 def test_min_tokens_must_fit_into_the_default_limit_too() -> None:
     with pytest.raises(InvalidRequestError, match="min_tokens"):
-        completion(min_tokens=17).options.sampling_for(10, 100, 16)
+        completion(min_tokens=17).options.sampling_for(10, 100)
 
 
 def test_continuing_switches_the_generation_prompt_off_by_itself() -> None:
@@ -288,4 +294,29 @@ def test_prompts_are_texts_or_ids_one_or_several() -> None:
 
 
 def test_only_echo_may_generate_nothing() -> None:
-    assert completion(echo=True, max_tokens=0).is_prompt_only
+    assert completion(echo=True, max_tokens=0).needs_no_worker
+    assert not completion(echo=True, max_tokens=0, logprobs=0).needs_no_worker
+    assert not completion(echo=True, max_tokens=0, prompt_logprobs=0).needs_no_worker
+
+
+@pytest.mark.parametrize(("fields", "scored", "shown"), [
+    ({"echo": True}, None, None),
+    ({"logprobs": 3}, None, None),
+    ({"echo": True, "logprobs": 3}, 3, 3),
+    ({"echo": True, "logprobs": 0, "max_tokens": 0}, 0, 0),
+    ({"prompt_logprobs": 0}, 0, 0),
+    ({"prompt_logprobs": 20, "logprobs": 3}, 20, 20),
+    ({"echo": True, "logprobs": 5, "prompt_logprobs": 2}, 5, 2),
+    ({"echo": True, "logprobs": 2, "prompt_logprobs": 5}, 5, 5),
+])  # fmt: skip
+def test_prompts_are_scored_for_echo_with_logprobs_and_for_prompt_logprobs(
+    fields: dict[str, Any], scored: int | None, shown: int | None
+) -> None:
+    request = completion(**fields)
+    assert request.options.sampling.prompt_logprobs == scored
+    assert request.num_prompt_logprobs == shown
+
+
+def test_a_chat_may_ask_for_its_prompts_log_probabilities() -> None:
+    assert chat(prompt_logprobs=4).options.sampling.prompt_logprobs == 4
+    assert chat().options.sampling.prompt_logprobs is None

@@ -74,3 +74,22 @@ async def test_templates_that_refuse_are_a_400_before_any_worker(tiny_model_dir:
     assert response.status_code == 400
     assert "{%" not in response.text
     assert "Traceback" not in response.text
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/chat/completions/render"])
+async def test_a_model_may_have_several_names_and_answers_by_the_one_that_was_asked_for(
+    tiny_model_dir: Path, path: str
+) -> None:
+    body = {"messages": MESSAGES, "prompt": "the", "max_tokens": 1}
+    async with running(tiny_model_dir, speak("a"), served_name="tiny,org/tiny-1b,gpt-4o") as service:
+        listed = (await service.client.get("/v1/models")).json()["data"]
+        assert [model["id"] for model in listed] == ["tiny", "org/tiny-1b", "gpt-4o"]
+        assert {model["root"] for model in listed} == {"tiny"}
+        assert (await service.client.get("/v1/models/org/tiny-1b")).json()["id"] == "org/tiny-1b"
+        for name in ("tiny", "org/tiny-1b", "gpt-4o"):
+            assert (await service.post(path, {**body, "model": name})).json()["model"] == name
+        assert (await service.post(path, body)).json()["model"] == "tiny"
+        for name in ("tiny,org/tiny-1b", "TINY", " tiny", ""):
+            assert (await service.post(path, {**body, "model": name})).status_code == 404
+        streamed = await service.post("/v1/completions", {**body, "model": "gpt-4o", "stream": True})
+        assert streamed.text.count('"model":"gpt-4o"') == streamed.text.count('"model"') > 0

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable
 
+import msgspec
 import pytest
 from dispatching import request
 from registrations import decode, pool, prefill
@@ -66,6 +68,22 @@ def test_cached_prefixes_take_no_room_and_draw_the_prompt_to_their_worker() -> N
         assert worker_id(p.find_prefill(same, workers, 0.0, set())) == "p1"
         p.take_prefill("b", same, workers["p1"], 0.0)
         assert p.prefill_windows.total(workers["p1"].ref) == 40 - 2 * 16
+
+
+def test_a_prompt_that_is_scored_is_counted_as_a_whole_and_blames_no_cache() -> None:
+    p, workers = placement(), pool(prefill("p1"), decode(window=1000))
+    p.take_prefill("a", demand(40), workers["p1"], 0.0)
+    p.prefill_windows.release(workers["p1"].ref, "a")
+    scored = demand(40)
+    scored.request = dataclasses.replace(
+        scored.request, sampling=msgspec.structs.replace(scored.request.sampling, prompt_logprobs=1)
+    )
+    assert p.num_guessed_tokens(scored, workers["p1"]) == 0
+    assert p.num_guessed_tokens(Demand(scored.request, is_local=False, output=[5]), workers["p1"]) == 2 * 16
+    p.take_prefill("b", scored, workers["p1"], 0.0)
+    assert p.prefill_windows.total(workers["p1"].ref) == 40
+    p.router.prefixes.note_reported(workers["p1"].ref, p.num_guessed_tokens(scored, workers["p1"]), 0)
+    assert p.router.prefixes.credit(workers["p1"].ref) == 1.0
 
 
 def test_a_prompt_waits_in_the_gateway_while_the_decode_pool_is_full() -> None:

@@ -10,6 +10,9 @@ from typing import Any, Protocol
 
 import torch
 
+MAX_SCORED_LOGITS_BYTES = 128 << 20
+"""Prompts whose log-probabilities are wanted are computed in chunks whose logits, in fp32, take no more in one step."""
+
 
 @dataclass(frozen=True, slots=True)
 class KvCacheSpec:
@@ -54,6 +57,13 @@ class SequenceSlice:
     """Whether the logits of the last token are wanted."""
     tag: Any = None
     """Opaque to real executors; the fake executor reads the sequence here."""
+    num_scored: int = 0
+    """The logits of so many last tokens are wanted, because the prompt's log-probabilities are."""
+
+    @property
+    def num_logits(self) -> int:
+        """Last tokens whose logits are wanted."""
+        return max(self.num_scored, int(self.samples))
 
 
 class Executor(Protocol):
@@ -95,6 +105,7 @@ class Executor(Protocol):
             batch: slices with at least one token each; at most one per sequence.
 
         Returns:
-            fp32 logits `[num slices with samples, vocab_size]`, in the batch's order.
+            fp32 logits `[sum of the slices' num_logits, vocab_size]`, in the batch's order: without prompts that
+            are scored, one row for each slice that samples.
         """
         ...

@@ -11,7 +11,7 @@ import json
 import time
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -111,7 +111,7 @@ class FakeExecutor:
         for piece in batch:
             self._write(piece)
         self._sleep(self._duration_s(batch))
-        chosen = [self._next_token(piece) for piece in batch if piece.samples]
+        chosen = [self._next_token(cut) for piece in batch for cut in _cuts(piece)]
         logits = torch.zeros(len(chosen), self.vocab_size)
         logits[range(len(chosen)), chosen] = CERTAIN
         return logits
@@ -165,6 +165,13 @@ class FakeExecutor:
             if self._num_decode_steps % self._options.burst == 0:
                 duration_s = max(duration_s, self._options.itl_s * self._options.burst)
         return duration_s
+
+
+def _cuts(piece: SequenceSlice) -> list[SequenceSlice]:
+    """The slice up to each token whose logits are wanted."""
+    num_tokens = len(piece.token_ids)
+    ends = range(num_tokens - piece.num_logits + 1, num_tokens + 1)
+    return [piece if end == num_tokens else replace(piece, token_ids=piece.token_ids[:end]) for end in ends]
 
 
 def _mix(token_ids: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64]:

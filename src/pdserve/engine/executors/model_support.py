@@ -9,13 +9,13 @@ from typing import Any
 
 from pdserve.errors import ModelError, SettingError
 from pdserve.log import get_logger
+from pdserve.models.context_length import context_length
 
 logger = get_logger(__name__)
 
 _SERVED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 _MLA_FIELDS = ("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim")
 _STATE_FIELDS = ("ssm_cfg", "mamba_d_state", "state_size", "conv_L_cache", "linear_num_key_heads", "attn_layer_period")
-_LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 _USUAL_CONTEXT = 2048
 """Tokens, for a configuration that names no length."""
 
@@ -63,7 +63,7 @@ def longest_context(config: Any, wanted: int | None) -> int:
     """
     config = config.get_text_config()
     declared = int(getattr(config, "max_position_embeddings", None) or wanted or _USUAL_CONTEXT)
-    longest = _unchanging_length(config, declared)
+    longest = context_length({**config.to_dict(), "max_position_embeddings": declared}) or declared
     if wanted is None or wanted == declared:
         if longest < declared:
             logger.warning("context length %d instead of %d: beyond, its RoPE depends on the batch", longest, declared)
@@ -71,13 +71,3 @@ def longest_context(config: Any, wanted: int | None) -> int:
     if wanted > longest:
         raise SettingError("MAX_MODEL_LEN", wanted, f"at most {longest}, the context length of the model")
     return wanted
-
-
-def _unchanging_length(config: Any, declared: int) -> int:
-    rope = getattr(config, "rope_parameters", None) or {}
-    for table in (rope, *(table for table in rope.values() if isinstance(table, dict))):
-        if table.get("rope_type") in _LENGTH_DEPENDENT_ROPE:
-            original = table.get("original_max_position_embeddings")
-            original = original or getattr(config, "original_max_position_embeddings", None)
-            declared = min(declared, int(original or declared))
-    return declared

@@ -16,7 +16,9 @@ from pdserve.engine.sequence import Sequence
 
 
 def adjust(logits: Tensor, sequences: list[Sequence], eos_token_ids: frozenset[int]) -> Tensor:
-    """Penalties, then logit bias, then the mask of min_tokens. The argument is left as it is.
+    """Penalties, then logit bias, then masks: min_tokens, bad words, allowed ids. The argument is left as it is.
+
+    Where masks leave none of the allowed ids, these ids alone count.
 
     Args:
         logits: fp32 `[num_rows, vocab_size]`.
@@ -35,9 +37,15 @@ def adjust(logits: Tensor, sequences: list[Sequence], eos_token_ids: frozenset[i
             edits.add(row, list(counts), amounts)
         if params.logit_bias:
             edits.add(row, list(params.logit_bias), list(params.logit_bias.values()))
+        masked = frozenset[int]()
         if sequence.next_output_index < params.min_tokens:
-            stops = stop_ids(sequence, eos_token_ids)
-            edits.add(row, list(stops), [-math.inf] * len(stops))
+            masked |= stop_ids(sequence, eos_token_ids)
+        if params.bad_words:
+            masked |= _ends_of_bad_words(sequence)
+        if params.allowed_token_ids:
+            edits.keep(row, [i for i in params.allowed_token_ids if i not in masked] or list(params.allowed_token_ids))
+        elif masked:
+            edits.add(row, list(masked), [-math.inf] * len(masked))
     return edits.apply()
 
 
@@ -52,6 +60,14 @@ def _original_output(sequence: Sequence) -> list[int]:
     return sequence.prompt_token_ids[sequence.num_original_prompt_tokens :] + sequence.output_token_ids
 
 
+def _ends_of_bad_words(sequence: Sequence) -> set[int]:
+    """Last tokens of the bad words whose other tokens end the output."""
+    words = sequence.sampling.bad_words
+    num_looked_at = min(sequence.next_output_index, max(map(len, words)) - 1)
+    newest = tuple(sequence.tokens(sequence.num_tokens - num_looked_at, sequence.num_tokens))
+    return {word[-1] for word in words if newest[len(newest) - len(word) + 1 :] == word[:-1]}
+
+
 class _Edits:
     """Collects sparse changes of all rows, so that each kind is one tensor operation."""
 
@@ -59,6 +75,7 @@ class _Edits:
         self._logits = logits
         self._scaled: tuple[list[int], list[int], list[float]] = ([], [], [])
         self._added: tuple[list[int], list[int], list[float]] = ([], [], [])
+        self._kept: dict[int, list[int]] = {}
 
     def scale(self, row: int, token_ids: list[int], penalty: float) -> None:
         """Divide positive and multiply negative logits (CTRL, Keskar et al. 2019)."""
@@ -67,9 +84,13 @@ class _Edits:
     def add(self, row: int, token_ids: list[int], amounts: list[float]) -> None:
         self._collect(self._added, row, token_ids, amounts)
 
+    def keep(self, row: int, token_ids: list[int]) -> None:
+        """Mask all other tokens."""
+        self._kept[row] = token_ids
+
     def apply(self) -> Tensor:
         logits = self._logits
-        if not (self._scaled[0] or self._added[0]):
+        if not (self._scaled[0] or self._added[0] or self._kept):
             return logits
         logits = logits.clone()
         if self._scaled[0]:
@@ -79,6 +100,11 @@ class _Edits:
         if self._added[0]:
             rows, token_ids, amounts = self._tensors(self._added)
             logits.index_put_((rows, token_ids), amounts, accumulate=True)
+        for row, kept in self._kept.items():
+            chosen = torch.tensor(kept, device=logits.device)
+            values = logits[row, chosen]
+            logits[row] = -math.inf
+            logits[row, chosen] = values
         return logits
 
     def _collect(

@@ -15,12 +15,10 @@ from torch import Tensor
 
 from pdserve.engine.sampling.draw import draw, draw_on_gpu
 from pdserve.engine.sampling.logit_filters import adjust
+from pdserve.engine.sampling.logprobs import logprobs_of
 from pdserve.engine.sampling.philox import uniforms
 from pdserve.engine.sequence import Sequence
 from pdserve.messages import TokenLogprobs
-
-MIN_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON cannot carry."""
 
 
 class SampledToken(NamedTuple):
@@ -82,18 +80,4 @@ def _logprobs(logits: Tensor, sequences: list[Sequence], tokens: Tensor) -> dict
     if not wanted:
         return {}
     rows = list(wanted)
-    table = logits[rows].log_softmax(1).clamp(min=MIN_LOGPROB)
-    sampled: list[float] = table.gather(1, tokens[rows][:, None])[:, 0].tolist()
-    num_top = min(max(wanted.values()), logits.shape[1])
-    best = table.topk(num_top, dim=1)
-    top_ids, top_values = best.indices.tolist(), best.values.tolist()
-    result = {}
-    for place, (row, count) in enumerate(wanted.items()):
-        # Equals by id, so that the order does not hang on how the device sorts.
-        top = sorted(zip(top_ids[place], top_values[place], strict=True), key=lambda pair: (-pair[1], pair[0]))[:count]
-        result[row] = TokenLogprobs(
-            logprob=sampled[place],
-            top_token_ids=[token_id for token_id, _ in top],
-            top_logprobs=[value for _, value in top],
-        )
-    return result
+    return dict(zip(rows, logprobs_of(logits[rows], tokens[rows], list(wanted.values())), strict=True))

@@ -91,6 +91,8 @@ class Scheduler:
         self.max_wait_s = max_wait_s
         self.watermark_blocks = watermark_blocks
         self.targets = targets
+        self.max_scored_tokens = max_num_batched_tokens
+        """Tokens of prompts in one step whose log-probabilities are wanted; the engine knows how large logits are."""
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         """In the order of admission."""
@@ -204,6 +206,13 @@ class Scheduler:
             # Less than its share, when the prefix it was counted with was evicted by a neighbour's admission.
             sequence.num_scheduled_tokens = min(num_granted, sequence.num_uncomputed_tokens)
             plan.sequences.append(sequence)
+        self._bound_logits([sequence for sequence, _ in grants if sequence.is_scored])
+
+    def _bound_logits(self, scored: list[Sequence]) -> None:
+        """Cut the chunks of prompts that are scored: each of their tokens makes logits."""
+        for sequence in scored:
+            most = max(1, self.max_scored_tokens // len(scored))
+            sequence.num_scheduled_tokens = min(sequence.num_scheduled_tokens, most)
 
     def _admit_and_share(
         self, candidates: list[Sequence], budget: StepBudget, time: PromptTime, plan: Schedule, now_s: float
@@ -261,7 +270,7 @@ class Scheduler:
         """Tokens to compute, prefix hits taken off."""
         if sequence.state is SequenceState.RUNNING:
             return sequence.num_uncomputed_tokens
-        hits = self.tables.find_prefix(sequence, sequence.num_tokens - 1)
+        hits = self.tables.find_prefix(sequence, sequence.max_cached_tokens)
         return sequence.num_tokens - len(hits) * self.tables.block_size
 
     def _admit(self, sequence: Sequence, plan: Schedule, now_s: float) -> bool:
@@ -269,7 +278,7 @@ class Scheduler:
         if len(self.running) >= self.max_num_seqs:
             return False
         # The last token is computed in any case: its logits are what admission is for.
-        hits = self.tables.find_prefix(sequence, sequence.num_tokens - 1)
+        hits = self.tables.find_prefix(sequence, sequence.max_cached_tokens)
         if self._waits_for_prefix(sequence, len(hits), now_s):
             return False
         num_blocks = self.tables.num_blocks_for(sequence.num_tokens)
@@ -303,7 +312,7 @@ class Scheduler:
 
     def _waits_for_prefix(self, sequence: Sequence, num_hits: int, now_s: float) -> bool:
         """Whether its next prefix block is being computed by another sequence right now."""
-        if (num_hits + 1) * self.tables.block_size > sequence.num_tokens - 1:
+        if (num_hits + 1) * self.tables.block_size > sequence.max_cached_tokens:
             return False
         if not self._in_flight or has_aged(sequence, now_s, self.max_wait_s):
             return False

@@ -23,14 +23,14 @@ from pdserve.kernels.splits import num_splits
 
 @st.composite
 def batches(draw):
-    pieces = draw(st.lists(st.tuples(st.integers(0, 40), st.integers(1, 9), st.booleans()), min_size=1, max_size=7))
+    piece = st.tuples(st.integers(0, 40), st.integers(1, 9), st.booleans(), st.integers(0, 9))
+    pieces = draw(st.lists(piece, min_size=1, max_size=7))
     block_size = draw(st.sampled_from([1, 3, 4, 16]))
     batch, next_block = [], 100
-    for start, count, samples in pieces:
+    for start, count, samples, num_scored in pieces:
         num_blocks = -(-(start + count) // block_size) + draw(st.integers(0, 2))
-        batch.append(
-            SequenceSlice(list(range(count)), start, list(range(next_block, next_block + num_blocks)), samples)
-        )
+        blocks = list(range(next_block, next_block + num_blocks))
+        batch.append(SequenceSlice(list(range(count)), start, blocks, samples, num_scored=min(num_scored, count)))
         next_block += num_blocks
     return batch, block_size
 
@@ -51,7 +51,8 @@ def test_a_step_is_laid_out_as_the_reference_packs_it(case):
     assert torch.equal(step.block_tables[:, : packed.block_tables.shape[1]], packed.block_tables)
     assert torch.equal(step.query_starts, packed.query_starts[layout.num_decodes :] - layout.num_decodes)
     ends = packed.query_starts[1:].tolist()
-    assert step.logit_rows.tolist() == [end - 1 for end, piece in zip(ends, batch, strict=True) if piece.samples]
+    wanted = [row for end, piece in zip(ends, batch, strict=True) for row in range(end - piece.num_logits, end)]
+    assert step.logit_rows.tolist() == wanted
     assert layout.num_decodes == sum(length == 1 for length in lens)
 
 

@@ -150,7 +150,7 @@ class CpuExecutor:
         return self._kv_cache
 
     def run(self, batch: list[SequenceSlice]) -> Tensor:
-        """Run one step; returns fp32 logits `[num slices with samples, vocab_size]`.
+        """Run one step; returns fp32 logits `[sum of num_logits, vocab_size]`.
 
         Raises:
             MemoryError: intermediate results do not fit; nothing was computed.
@@ -198,8 +198,7 @@ class _PackedBatch:
             self.token_ids.extend(piece.token_ids)
             self.block_tables.extend(piece.block_table)
             self.max_end = max(self.max_end, piece.start + num_rows)
-            if piece.samples:
-                self.logit_rows.append(len(self.token_ids) - 1)
+            self.logit_rows.extend(range(len(self.token_ids) - piece.num_logits, len(self.token_ids)))
 
     def as_struct(self, kv_cache: Tensor, logits: Tensor) -> cpu_ops.Batch:
         """Addresses of this object's arrays and of the two tensors: keep all three alive."""

@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from pdserve.log import get_logger
+from pdserve.models.weight_files import find_weights
 
 logger = get_logger(__name__)
 
@@ -64,7 +65,7 @@ def file_name(model_path: Path, fingerprint: str, *parts: object) -> str:
         fingerprint: of the model; it samples large weight files, so their times count too.
         parts: type and layout of the packed weights.
     """
-    stats = [file.stat() for file in sorted(model_path.glob("*.safetensors"))]
+    stats = [file.stat() for file in find_weights(model_path).files]
     times = [(stat.st_size, stat.st_mtime_ns) for stat in stats]
     key = repr((_LAYOUT_VERSION, sys.byteorder, fingerprint, times, parts))
     digest = hashlib.blake2b(key.encode(), digest_size=8).hexdigest()

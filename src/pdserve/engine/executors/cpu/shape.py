@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from pdserve.models.context_length import context_length
+
 _QWEN_DEFAULTS = {"max_position_embeddings": 32768, "num_key_value_heads": 32}
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {"max_position_embeddings": 2048},
@@ -36,6 +38,8 @@ class CpuShape:
     norm_eps: float
     has_qk_norm: bool
     is_tied: bool
+    biased_projections: frozenset[str]
+    """Matrices of a layer that have a bias: q_proj, down_proj, …"""
     windows: tuple[int, ...]
     """Per layer: keys a query sees, itself included; 0 = all."""
 
@@ -68,10 +72,11 @@ def read_shape(config: dict[str, Any]) -> CpuShape:
         num_kv_heads=int(config.get("num_key_value_heads") or num_heads),
         head_dim=int(config.get("head_dim") or config["hidden_size"] // num_heads),
         vocab_size=int(config["vocab_size"]),
-        max_positions=int(config["max_position_embeddings"]),
+        max_positions=context_length(config) or 0,
         norm_eps=float(config.get("rms_norm_eps", 1e-6)),
         has_qk_norm=config["model_type"] == "qwen3",
         is_tied=bool(config.get("tie_word_embeddings", False)),
+        biased_projections=_biased_projections(config),
         windows=_windows(config),
     )
 
@@ -99,6 +104,22 @@ def _odd_heads(shape: CpuShape) -> str | None:
 
 
 _REQUIRED = ("num_attention_heads", "num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size")
+
+
+def _biased_projections(config: dict[str, Any]) -> frozenset[str]:
+    """Matrices with a bias, as the architectures of transformers have them."""
+    attention, mlp = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
+    match config["model_type"]:
+        case "qwen2":
+            return frozenset(attention[:3])
+        case "llama":
+            return frozenset(
+                (*(attention if config.get("attention_bias") else ()), *(mlp if config.get("mlp_bias") else ()))
+            )
+        case "qwen3":
+            return frozenset(attention if config.get("attention_bias") else ())
+        case _:
+            return frozenset()
 
 
 def _windows(config: dict[str, Any]) -> tuple[int, ...]:

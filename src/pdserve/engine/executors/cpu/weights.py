@@ -7,7 +7,6 @@ checkpoint when its dtype allows: only rows that occur are read.
 
 from __future__ import annotations
 
-import json
 import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from pdserve.engine.executors.cpu.packed_file import PackedMemory
 from pdserve.engine.executors.cpu.shape import CpuShape
 from pdserve.errors import ModelError
 from pdserve.kernels.cpu import ops as cpu_ops
+from pdserve.models.weight_files import find_weights
 
 _SOURCE_TYPES = {torch.float32: cpu_ops.F32, torch.bfloat16: cpu_ops.BF16, torch.float16: cpu_ops.F16}
 _Place = tuple[str, int, int, int, int]
@@ -44,22 +44,17 @@ class Checkpoint:
     """Named tensors over one or several safetensors files, mapped, not copied.
 
     Raises:
-        ModelError: the folder has no safetensors weights.
+        ModelError: the folder has no safetensors weights, or a file or a tensor is missing.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        index = path / "model.safetensors.index.json"
-        if index.exists():
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        else:
-            names = sorted(file.name for file in path.glob("*.safetensors"))
-        if not names:
+        weights = find_weights(path)
+        if not weights.is_safetensors:
             raise ModelError(f"{path} has no *.safetensors weights; convert the model with save_pretrained first")
-        self._files: dict[str, Any] = {}
-        for name in names:
-            file: Any = safe_open(path / name, framework="pt")
-            self._files.update(dict.fromkeys(file.keys(), file))
+        tensors = weights.tensors()
+        opened: dict[Path, Any] = {file: safe_open(file, framework="pt") for file in weights.files}
+        self._files = {name: opened[file] for name, file in tensors.items()}
 
     def __contains__(self, name: str) -> bool:
         return name in self._files
@@ -113,9 +108,9 @@ def pack_model(
     packer = _Packer(checkpoint, shape, layout, num_threads, memory or own_memory(layout.packed_bytes(shape)))
     layers = (cpu_ops.Layer * shape.num_layers)(*(packer.layer(index) for index in range(shape.num_layers)))
     embed = checkpoint.get("model.embed_tokens.weight")
-    head_name = "lm_head.weight"
-    if shape.is_tied or head_name not in checkpoint:
-        head_name = "model.embed_tokens.weight"
+    # Physical tensors win, as in transformers: a head of its own is used even if the configuration calls it tied.
+    is_shared = shape.is_tied and "lm_head.weight" not in checkpoint
+    head_name = "model.embed_tokens.weight" if is_shared else "lm_head.weight"
     head = packer.matrix([head_name], [shape.vocab_size], shape.hidden_size)
     embed = embed.float() if embed.dtype == torch.float16 else embed
     final_norm = packer.vector("model.norm.weight", shape.hidden_size)
@@ -218,7 +213,14 @@ class _Packer:
 
     def _bias(self, places: list[_Place], n: int) -> int | None:
         named = [(place[0].replace(".weight", ".bias"), place) for place in places]
-        if not any(name in self._checkpoint for name, _ in named):
+        expected = [name for name, _ in named if name.split(".")[-2] in self._shape.biased_projections]
+        for name, _ in named:
+            if name in self._checkpoint and name not in expected:
+                raise ModelError(
+                    f"the checkpoint has the tensor {name}, for which its config.json leaves no room: "
+                    "correct the configuration (for example attention_bias or mlp_bias)"
+                )
+        if not expected:
             return None
         bias = torch.zeros(n)
         for name, (_, rows, group, stride, offset) in named:

@@ -144,7 +144,7 @@ def layout_of(batch: list[SequenceSlice], block_size: int) -> StepLayout:
         num_decodes=num_decodes,
         num_prefills=len(batch) - num_decodes,
         num_tokens=sum(len(piece.token_ids) for piece in batch),
-        num_logits=sum(piece.samples for piece in batch),
+        num_logits=sum(piece.num_logits for piece in batch),
         table_width=table_width(max(ends), block_size),
         max_decode_context=max(ends[:num_decodes], default=0),
         max_prefill_queries=max((len(piece.token_ids) for piece in batch[num_decodes:]), default=0),
@@ -180,8 +180,7 @@ def _fill(host: StepTensors, layout: StepLayout, batch: list[SequenceSlice], blo
         slots[row:end_row] = tables[index, place // block_size].astype(np.int64) * block_size + place % block_size
         if index >= layout.num_decodes:
             starts[index - layout.num_decodes + 1] = end_row - layout.num_decodes
-        if piece.samples:
-            logit_rows[num_kept] = end_row - 1
-            num_kept += 1
+        num_kept_before, num_kept = num_kept, num_kept + piece.num_logits
+        logit_rows[num_kept_before:num_kept] = np.arange(end_row - piece.num_logits, end_row)
         row = end_row
     logit_rows[num_kept:] = 0

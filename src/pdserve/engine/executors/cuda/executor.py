@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from pdserve.engine.executors.base import KvCacheSpec, SequenceSlice
 from pdserve.engine.executors.cuda.batch import (
@@ -31,7 +31,8 @@ from pdserve.engine.executors.cuda.kernels import KernelSet
 from pdserve.engine.executors.cuda.memory import ModelSize, reserved_bytes
 from pdserve.engine.executors.cuda.model import FusedDecoder, OptionsProbe, StockDecoder, why_not_fused
 from pdserve.engine.executors.model_support import check_supported, longest_context
-from pdserve.engine.executors.stock.attention_route import ATTENTION_NAME, connect
+from pdserve.engine.executors.stock.attention_route import connect
+from pdserve.engine.executors.stock.checkpoint import load_model
 from pdserve.errors import ModelError
 from pdserve.kernels.splits import workspace_bytes
 from pdserve.log import get_logger
@@ -116,10 +117,7 @@ class CudaExecutor:
             raise ModelError(f"{model_path} is not a readable model folder: {error}") from error
         check_supported(config)
         length = longest_context(config, max_model_len)
-        model = AutoModelForCausalLM.from_pretrained(
-            model_path, dtype=dtype, attn_implementation=ATTENTION_NAME, local_files_only=True
-        )
-        model = model.to(device.device).eval()
+        model = load_model(model_path, dtype).to(device.device)
         return cls(
             model,
             device,
@@ -175,7 +173,7 @@ class CudaExecutor:
 
     @torch.no_grad()
     def run(self, batch: list[SequenceSlice]) -> Tensor:
-        """Run one step; returns fp32 logits `[num slices with samples, vocab_size]`."""
+        """Run one step; returns fp32 logits `[sum of num_logits, vocab_size]`."""
         order = decodes_first(batch)
         ordered = [batch[index] for index in order]
         layout = layout_of(ordered, self.kv_spec.block_size)
@@ -222,8 +220,8 @@ def _in_given_order(logits: Tensor, order: list[int], batch: list[SequenceSlice]
     """Sort the rows of `logits`, which are in the order of the step, into the order of the caller's batch."""
     if order == sorted(order):
         return logits
-    sampling = [index for index in order if batch[index].samples]
-    rows = sorted(range(len(sampling)), key=sampling.__getitem__)
+    owners = [index for index in order for _ in range(batch[index].num_logits)]
+    rows = sorted(range(len(owners)), key=owners.__getitem__)
     return logits[torch.tensor(rows, device=logits.device, dtype=torch.long)]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from pdserve.engine.executors.base import MAX_SCORED_LOGITS_BYTES
 from pdserve.engine.executors.cuda.graphs import MAX_WORKSPACE_BYTES
 from pdserve.kernels.splits import workspace_bytes
 
@@ -56,4 +57,6 @@ def reserved_bytes(size: ModelSize, *, max_decode_seqs: int, max_batched_tokens:
     attention = min(workspace_bytes(num_rows, size.num_heads, size.head_dim, max_model_len), 4 * MAX_WORKSPACE_BYTES)
     graphs = max_decode_seqs * (per_token + size.vocab_size * 4) + min(attention, MAX_WORKSPACE_BYTES)
     step = max(max_batched_tokens, num_rows) * per_token + num_rows * per_row + attention
-    return _FIXED_BYTES + step + (graphs if max_decode_seqs else 0)
+    # Prompts that are scored: their logits in the type of the weights and in float32.
+    scored = MAX_SCORED_LOGITS_BYTES * (size.itemsize + 4) // 4
+    return _FIXED_BYTES + step + scored + (graphs if max_decode_seqs else 0)

@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from pdserve.engine.executors.base import KvCacheSpec, SequenceSlice
 from pdserve.engine.executors.model_support import check_supported, longest_context
-from pdserve.engine.executors.stock.attention_route import ATTENTION_NAME, KvContext, ProbeContext, connect
+from pdserve.engine.executors.stock.attention_route import KvContext, ProbeContext, connect
+from pdserve.engine.executors.stock.checkpoint import load_model
 from pdserve.errors import ModelError
 from pdserve.kernels.reference.packed_attention import PackedBatch, pack
 
@@ -70,10 +71,7 @@ class TransformersExecutor:
         check_supported(config)
         length = longest_context(config, max_model_len)
         # The folder is read again, rather than `config` passed on: loading writes into the configuration it is given.
-        model = AutoModelForCausalLM.from_pretrained(
-            model_path, dtype=dtype, attn_implementation=ATTENTION_NAME, local_files_only=True
-        )
-        model = model.to(device).eval()
+        model = load_model(model_path, dtype).to(device)
         return cls(model, kv_dtype=kv_dtype, block_size=block_size, max_model_len=length)
 
     @property
@@ -90,11 +88,11 @@ class TransformersExecutor:
 
     @torch.no_grad()
     def run(self, batch: list[SequenceSlice]) -> Tensor:
-        """One forward pass; fp32 logits `[num slices with samples, vocab_size]`."""
+        """One forward pass; fp32 logits `[sum of num_logits, vocab_size]`."""
         packed = _pack(batch, self.kv_spec.block_size, self.device)
         token_ids = torch.tensor([token for piece in batch for token in piece.token_ids], device=self.device)
-        last_rows = [int(end) - 1 for end in packed.query_starts[1:].tolist()]
-        kept = [row for row, piece in zip(last_rows, batch, strict=True) if piece.samples]
+        ends = [int(end) for end in packed.query_starts[1:].tolist()]
+        kept = [row for end, piece in zip(ends, batch, strict=True) for row in range(end - piece.num_logits, end)]
         self._context.batch = packed
         try:
             output = self._model(
