@@ -26,6 +26,14 @@ _END_NAMES = frozenset(
     )
 )
 """Control tokens that programs for GGUF files stop at, whatever the keys say."""
+_SAMPLING_KEYS = {
+    "temp": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
+"""What a file says about sampling, and what generation_config.json calls it."""
 _FOREIGN_FIELDS = ("quantization_config", "_name_or_path", "_model_name_or_path")
 
 
@@ -41,6 +49,7 @@ def convert(source: Path, destination: Path, progress: Callable[[str], None]) ->
     plain.generation_config.eos_token_id = sorted(
         {*_as_ids(model.config.eos_token_id), *_as_ids(tokenizer.eos_token_id), *end_of_generation_ids(source)}
     )
+    plain.generation_config.update(**sampling_of(source))
     plain.save_pretrained(destination)
     tokenizer.save_pretrained(destination)
     _name_a_known_tokenizer_class(destination)
@@ -63,6 +72,22 @@ def end_of_generation_ids(source: Path) -> set[int]:
     if {"<|return|>", "<|call|>", "<|end|>"} <= control.keys():
         del control["<|end|>"]  # between the messages of one answer (harmony)
     return ids | set(control.values())
+
+
+def sampling_of(source: Path) -> dict[str, Any]:
+    """How the makers of a GGUF file want it sampled, as fields of generation_config.json."""
+    fields = GGUFReader(source).fields
+    named = {name: fields.get(f"general.sampling.{key}") for key, name in _SAMPLING_KEYS.items()}
+    # Single precision: 0.6 would be read as 0.6000000238.
+    found = {name: round(field.contents(), 6) for name, field in named.items() if field is not None}
+    if not found:
+        return {}
+    if found.get("temperature", 1) <= 0:
+        kept = {name: value for name, value in found.items() if name == "repetition_penalty"}
+        return {**kept, "do_sample": False}
+    if "top_k" in found:
+        found["top_k"] = max(0, found["top_k"])
+    return {**found, "do_sample": True}
 
 
 def _as_ids(value: object) -> set[int]:
