@@ -38,6 +38,7 @@ from pdserve.messages import (
     decode,
     encode,
 )
+from pdserve.reasons import SequenceState
 from pdserve.sampling_params import SamplingParams
 
 ATTEMPT: dict[str, Any] = {"request_id": "req-1", "choice": 1, "attempt": 2, "nonce": "n0nce"}
@@ -110,6 +111,27 @@ def test_an_entry_keeps_the_order_of_its_messages() -> None:
 def test_fields_from_a_newer_sender_are_ignored(message: Message) -> None:
     (as_dict,) = msgspec.msgpack.decode(encode([message]))
     assert decode(msgspec.msgpack.encode([as_dict | {"new_field": {"a": [1]}}])) == [message]
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        ("preempted", SequenceState.WAITING),  # a worker of version 0.1.0
+        ("waiting", SequenceState.WAITING),
+        ("running", SequenceState.RUNNING),
+        ("Preempted", SequenceState.OTHER),
+        ("paused", SequenceState.OTHER),
+        ("", SequenceState.OTHER),
+    ],
+)
+def test_a_roster_with_states_of_another_version_is_read(written: str, read: SequenceState) -> None:
+    roster = Roster(**PROCESS, items=[RosterItem(**ATTEMPT, state="running", next_index=6)])
+    (as_dict,) = msgspec.msgpack.decode(encode([roster]))
+    (item,) = as_dict["items"]
+    item[item.index("running")] = written
+    (again,) = decode(msgspec.msgpack.encode([as_dict]))
+    assert isinstance(again, Roster)
+    assert again.items[0].state is read
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=name_of)

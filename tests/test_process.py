@@ -16,10 +16,15 @@ import pytest
 from starlette.applications import Starlette
 
 from pdserve.bus.bus import Bus
-from pdserve.bus.registry import RegistryView
+from pdserve.bus.reader import StreamReader
+from pdserve.bus.registry import Registry, RegistryView
 from pdserve.errors import BusError, ProcessError, SettingError
 from pdserve.http_server import HttpServer, listen, url_of
+from pdserve.messages import AnyMessage, DecodeJob, Failed, TokenBatch
 from pdserve.process import listen_or_explain, read_faults, run_with_background
+from pdserve.reasons import FailReason
+from pdserve.registration import GatewayRegistration
+from pdserve.sampling_params import SamplingParams
 
 FOR_EVER = 3600.0
 
@@ -239,6 +244,42 @@ async def test_a_process_whose_port_dies_withdraws_and_ends_with_the_reason(
         last = errors.decode().strip().splitlines()[-1]
         assert re.match(rf"pdserve {role}: the (HTTP|API's) port has died: .* does not listen any more", last)
         assert await names(bus) == []
+    await bus.close()
+
+
+async def test_a_worker_whose_port_dies_hands_its_attempts_back_as_restarting(
+    redis_url: str, tiny_model_dir: Path
+) -> None:
+    """A worker that drains of itself is no fault; one with a defect is, and its attempts count against it."""
+    flags = [f"--model={tiny_model_dir}", f"--redis-url={redis_url}", "--service=defect", "--executor=fake"]
+    bus = Bus(redis_url, "defect", timeout_s=5)
+    heard: list[AnyMessage] = []
+    await bus.start()
+    gateway = GatewayRegistration(gateway_id="gw", generation="g", pid=1, url="", metrics_url="")
+    await Registry(bus).announce_gateway(gateway, 600)
+    reader = asyncio.create_task(StreamReader(bus, bus.keys.tokens("gw"), heard.append).run())
+    async with running("-c", WITH_SABOTAGE, "decode", *flags, "--num-blocks=64", "--fake-itl-s=0.5") as process:
+        url = (await stage(process, " at http://")).split(" at ")[1].split()[0]
+        while not (found := [each for each in await names(bus) if each != "gw"]):  # noqa: ASYNC110  another process registers itself
+            await asyncio.sleep(0.05)
+        worker = await Registry(bus).worker(found[0])
+        assert worker is not None
+        job = DecodeJob(
+            request_id="r", choice=0, attempt=1, nonce="n", gateway_id="gw", fingerprint=worker.fingerprint,
+            prompt_token_ids=[5, 6, 7], num_original_prompt_tokens=3, remaining_s=60.0,
+            sampling=SamplingParams(seed=1, max_tokens=200, temperature=0.0),
+        )  # fmt: skip
+        bus.send(bus.keys.inbox(*worker.ref), job)
+        while not any(isinstance(message, TokenBatch) for message in heard):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+        assert process.stdin is not None
+        process.stdin.write(f"{url.rsplit(':', 1)[1]}\n".encode())
+        await process.communicate()
+        while not (failed := [message for message in heard if isinstance(message, Failed)]):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+        assert [(message.reason, message.retryable) for message in failed] == [(FailReason.RESTARTING, True)]
+    reader.cancel()
+    await asyncio.gather(reader, return_exceptions=True)
     await bus.close()
 
 

@@ -67,9 +67,10 @@ class Exchange:
         observer: DispatchObserver,
         clock: Callable[[], float],
     ) -> None:
-        self.requests: dict[str, dict[int, LiveSequence]] = {}
+        self.requests: dict[RequestId, dict[int, LiveSequence]] = {}
         """Sequences that have not ended, by request id and choice."""
-        self._bus, self._view, self._loop, self._observer, self._clock = bus, view, dispatch_loop, observer, clock
+        self._bus, self._view, self._dispatch_loop = bus, view, dispatch_loop
+        self._observer, self._clock = observer, clock
         self._placement = dispatch_loop.placement
         self._reader = StreamReader(bus, bus.keys.tokens(gateway_id), self._handle)
         self._is_empty = asyncio.Event()
@@ -86,7 +87,7 @@ class Exchange:
         request = sequences[0].generation.request
         assert request.request_id not in self.requests, f"request id {request.request_id} is taken"
         self.requests[request.request_id] = dict(enumerate(sequences))
-        self._loop.add_new(sequences, now_s)
+        self._dispatch_loop.add_new(sequences, now_s)
         self._dispatch(now_s)
 
     def cancel(self, request_id: RequestId, reason: CancelReason) -> None:
@@ -135,7 +136,7 @@ class Exchange:
             if not is_bus_up:
                 recovery.on_bus_down(live.machine, now_s)
             self._perform(live, recovery.on_tick(live.machine, now_s), now_s)
-        for live, error in self._loop.expire(now_s, self._view.workers, bus_down_s=self.bus_down_s(now_s)):
+        for live, error in self._dispatch_loop.expire(now_s, self._view.workers, bus_down_s=self.bus_down_s(now_s)):
             self._fail(live, error)
         self._dispatch(now_s)
 
@@ -248,12 +249,12 @@ class Exchange:
                 case act.Send(worker=worker, message=message):
                     self._send(worker, message)
                 case act.WantDecode():
-                    following = self._loop.want_decode(live, now_s, self._view.workers, self._bus_epoch)
+                    following = self._dispatch_loop.want_decode(live, now_s, self._view.workers, self._bus_epoch)
                     self._perform(live, following, now_s)
                 case act.Requeue():
                     self._observer.redispatched(action.phase, action.reason)
                     _log.info("%s goes back to the queue from %s: %s", live.machine.key, action.phase, action.reason)
-                    self._loop.add_again(live, action.not_before_s, now_s)
+                    self._dispatch_loop.add_again(live, action.not_before_s, now_s)
                     self._dispatch_soon()
                 case act.Avoid(worker=worker, peer=peer):
                     self._placement.router.avoid(worker, peer, now_s)
@@ -304,7 +305,7 @@ class Exchange:
         if attempt is None:
             placement.release_unbound(machine.key)
         if machine.is_done:
-            self._loop.remove(live)
+            self._dispatch_loop.remove(live)
             self._remove(live)
 
     def _remove(self, live: LiveSequence) -> None:
@@ -332,7 +333,7 @@ class Exchange:
     def _dispatch(self, now_s: float) -> None:
         self._is_dispatch_due = False
         if self._bus.is_up:
-            for live, actions in self._loop.round(now_s, self._view.workers, self._bus_epoch):
+            for live, actions in self._dispatch_loop.round(now_s, self._view.workers, self._bus_epoch):
                 self._perform(live, actions, now_s)
 
 

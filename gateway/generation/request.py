@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -77,21 +77,29 @@ class GenerationRequest:
             return self.sampling
         return msgspec.structs.replace(self.sampling, prompt_logprobs=None)
 
+    def _job_fields(
+        self, sender: Sender, key: AttemptKey, output: list[int], now_s: float, *, is_scored: bool
+    ) -> dict[str, Any]:
+        """What both jobs of an attempt say alike."""
+        return {
+            "request_id": key.request_id,
+            "choice": key.choice,
+            "attempt": key.attempt,
+            "nonce": key.nonce,
+            "gateway_id": sender.gateway_id,
+            "fingerprint": sender.fingerprint,
+            "prompt_token_ids": self.prompt_token_ids + output,
+            "num_original_prompt_tokens": len(self.prompt_token_ids),
+            "sampling": self._sampling(key.choice, is_scored=is_scored),
+            "remaining_s": self.deadline_s - now_s,
+            "priority": self.priority,
+            "cache_salt": self.cache_salt,
+        }
+
     def prefill_job(self, sender: Sender, key: AttemptKey, output: list[int], now_s: float) -> PrefillJob:
         """The job to compute the prompt, and all tokens emitted so far, up to the next token."""
         return PrefillJob(
-            request_id=key.request_id,
-            choice=key.choice,
-            attempt=key.attempt,
-            nonce=key.nonce,
-            gateway_id=sender.gateway_id,
-            fingerprint=sender.fingerprint,
-            prompt_token_ids=self.prompt_token_ids + output,
-            num_original_prompt_tokens=len(self.prompt_token_ids),
-            sampling=self._sampling(key.choice, is_scored=not output),
-            remaining_s=self.deadline_s - now_s,
-            priority=self.priority,
-            cache_salt=self.cache_salt,
+            **self._job_fields(sender, key, output, now_s, is_scored=not output),
             will_decode=self.num_left(len(output)) > 1,
         )
 
@@ -100,18 +108,7 @@ class GenerationRequest:
     ) -> DecodeJob:
         """The job to go on from what `prefill` computes; without it, to compute the prompt too."""
         return DecodeJob(
-            request_id=key.request_id,
-            choice=key.choice,
-            attempt=key.attempt,
-            nonce=key.nonce,
-            gateway_id=sender.gateway_id,
-            fingerprint=sender.fingerprint,
-            prompt_token_ids=self.prompt_token_ids + output,
-            num_original_prompt_tokens=len(self.prompt_token_ids),
-            sampling=self._sampling(key.choice, is_scored=not output and prefill is None),
-            remaining_s=self.deadline_s - now_s,
-            priority=self.priority,
-            cache_salt=self.cache_salt,
+            **self._job_fields(sender, key, output, now_s, is_scored=not output and prefill is None),
             prefill_worker_id=prefill.worker_id if prefill else None,
             prefill_generation=prefill.generation if prefill else None,
         )

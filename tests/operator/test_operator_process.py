@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 from aiohttp import web
 
 from pdserve.operator.leader import LEASE_NAME
@@ -87,8 +88,29 @@ class ApiServer:
             await asyncio.sleep(0.02)
 
 
+SIGNALLED_EARLY = """
+import asyncio, os, signal, sys
+import kopf
+from pdserve.cli import run
+
+spawn_tasks = kopf.spawn_tasks
+
+async def spawn_then_signal(**arguments):
+    tasks = await spawn_tasks(**arguments)
+    os.kill(os.getpid(), getattr(signal, sys.argv[1]))
+    while not any(task.done() for task in tasks):  # the library acts on the signal
+        await asyncio.sleep(0.01)
+    return tasks
+
+kopf.spawn_tasks = spawn_then_signal
+sys.exit(run("operator", sys.argv[2:]))
+"""
+
+
 @asynccontextmanager
-async def operator(folder: Path, server: ApiServer, *flags: str) -> AsyncIterator[asyncio.subprocess.Process]:
+async def operator(
+    folder: Path, server: ApiServer, *flags: str, command: tuple[str, ...] = ("-m", "pdserve", "operator")
+) -> AsyncIterator[asyncio.subprocess.Process]:
     """The process and what it talks to; killed when the test is over."""
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", server.handle)
@@ -98,7 +120,7 @@ async def operator(folder: Path, server: ApiServer, *flags: str) -> AsyncIterato
     config = folder / "config"
     config.write_text(json.dumps(_kubeconfig(runner.addresses[0][1])))
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "pdserve", "operator", "--host", "127.0.0.1", "--lease-s", "0.9", *flags),
+        *(sys.executable, *command, "--host", "127.0.0.1", "--lease-s", "0.9", *flags),
         stderr=asyncio.subprocess.PIPE,
         env={**os.environ, "KUBECONFIG": str(config)},
     )
@@ -146,6 +168,15 @@ async def test_a_signal_while_it_waits_for_its_kinds_ends_it_well(tmp_path: Path
         process.send_signal(signal.SIGINT)
         errors = await errors_of(process)
         assert (process.returncode, server.holder) == (0, ""), errors
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+async def test_a_signal_that_its_library_catches_ends_it_well_too(tmp_path: Path, name: str) -> None:
+    server = ApiServer()
+    async with operator(tmp_path, server, command=("-c", SIGNALLED_EARLY, name)) as process:
+        errors = await errors_of(process)
+        assert (process.returncode, server.holder) == (0, ""), errors
+        assert server.lease is not None, "it led before"
 
 
 async def test_an_operator_that_does_not_lead_any_more_ends_with_the_reason(tmp_path: Path) -> None:

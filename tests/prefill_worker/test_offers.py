@@ -8,11 +8,11 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from one_process import HEARTBEAT_S, LEASE_S, Sequence, Worker, World, world
+from one_process import BUDGET, HEARTBEAT_S, LEASE_S, Sequence, Worker, World, world
 from virtual_time import in_virtual_time, until
 
 from pdserve.bus.reader import StreamReader
-from pdserve.messages import AnyMessage, KvFailed, KvReady, KvRelease, KvWant, LeaseItem, LeaseRenewal
+from pdserve.messages import AnyMessage, Cancel, KvFailed, KvReady, KvRelease, KvWant, LeaseItem, LeaseRenewal
 from pdserve.registration import Role, WorkerRef
 
 
@@ -202,6 +202,27 @@ async def test_a_cancelled_prompt_that_is_being_read_stays_leased_until_its_read
         await until(lambda: not p.worker.attempts.active())
         await asyncio.sleep(2 * HEARTBEAT_S)
         assert set(p.blocks) == {"leased"}
+        d.release(sequence, p, is_complete=False)
+        await w.until_nothing_is_held()
+
+
+@pytest.mark.parametrize("max_tokens", [1, 6], ids=["token 0 is the last", "more follow"])
+@in_virtual_time
+async def test_a_cancel_during_the_step_of_token_0_leaves_what_is_being_read_to_its_reader(max_tokens: int) -> None:
+    async with world() as w, readers(w, "d") as (d,):
+        p = await w.worker(Role.PREFILL, "p")
+        sequence = w.gateway.sequence(2 * BUDGET, max_tokens=max_tokens)
+        sequence.prefill(p)
+        await until(lambda: sequence.has_started)
+        p.is_resting = True
+        d.want(sequence, p)
+        await until(lambda: d.blocks)
+        p.engine_thread.turn()  # the last chunk; its output is told to the worker after the Cancel
+        p.worker.handle(Cancel(**sequence.key._asdict()))
+        p.is_resting = False
+        await asyncio.sleep(2 * HEARTBEAT_S)
+        assert set(p.blocks) == {"leased"}
+        assert sequence.key.nonce in p.transports.allowed, "the reader may go on"
         d.release(sequence, p, is_complete=False)
         await w.until_nothing_is_held()
 

@@ -24,11 +24,11 @@ async def registration_of(worker: Worker) -> WorkerRegistration:
     return registration
 
 
-async def drained(worker: Worker, timeout_s: float = 30.0) -> float:
+async def drained(worker: Worker, timeout_s: float = 30.0, **reason: FailReason) -> float:
     """Stop the worker as a signal does; returns how long it took to leave, in seconds."""
     began_s = now_s()
     worker.stop.set()
-    await worker.host.drain(timeout_s)
+    await worker.host.drain(timeout_s, **reason)
     return now_s() - began_s
 
 
@@ -206,6 +206,23 @@ async def test_a_drain_hands_back_what_does_not_end_in_time(role: Role) -> None:
         assert [(f.reason, f.retryable) for f in sequence.failures] == [(FailReason.DRAINING, True)]
         assert await worker.registration() is None
         assert worker.blocks == {}
+
+
+@ROLES
+@in_virtual_time
+async def test_a_worker_that_leaves_for_a_defect_hands_everything_back_at_once_and_says_so(role: Role) -> None:
+    async with world() as w:
+        worker = await w.worker(role, "w")
+        worker.is_resting = True
+        sequences = [w.gateway.sequence() for _ in range(3)]
+        for sequence in sequences:
+            sequence.prefill(worker) if role is Role.PREFILL else sequence.decode(worker)
+        await until(lambda: len(worker.worker.attempts.active()) == 3)
+        assert await drained(worker, timeout_s=0.0, reason=FailReason.RESTARTING) < 0.2
+        await until(lambda: all(sequence.failures for sequence in sequences))
+        told = {(f.reason, f.retryable) for sequence in sequences for f in sequence.failures}
+        assert told == {(FailReason.RESTARTING, True)}
+        assert await worker.registration() is None
 
 
 @in_virtual_time

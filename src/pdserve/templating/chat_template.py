@@ -14,7 +14,6 @@ from typing import Any
 import jinja2
 import jinja2.compiler
 import jinja2.ext
-import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.runtime
@@ -65,8 +64,6 @@ class ChatTemplate:
         """All texts that the template could write, NUL between them."""
         self.names_read = frozenset(constants | {node.attr for node in tree.find_all(jinja2.nodes.Getattr)})
         """Names of message fields and roles that the template may look for."""
-        self.variables_read = frozenset(jinja2.meta.find_undeclared_variables(tree))
-        """Variables that the template looks at, such as `documents`."""
         self.own_names = frozenset({*special_tokens, *environment.globals, *_LANGUAGE_NAMES})
         """Variables that are not a client's to set."""
 

@@ -18,7 +18,7 @@ from pdserve.messages import (
     SequenceTokens,
     TokenLogprobs,
 )
-from pdserve.reasons import CancelReason
+from pdserve.reasons import CancelReason, SequenceState
 from pdserve.registration import WorkerRef
 
 # --- the good way
@@ -113,6 +113,34 @@ def test_tokens_that_come_again_are_dropped_and_counted() -> None:
     assert b.tokens(0, 10, 11, worker=D) == [Dropped(2)]
     assert b.tokens(1, 11, 12, worker=D)[0] == Dropped(1)
     assert b.machine.output == [10, 11, 12]
+
+
+def decode_state(b: Bench) -> SequenceState:
+    assert b.machine.attempt is not None
+    assert b.machine.attempt.decode is not None
+    return b.machine.attempt.decode.state
+
+
+@pytest.mark.parametrize(
+    ("index", "token_ids"), [(0, [10]), (0, [10, 11]), (1, [11])], ids=["token 0", "all of them", "the last"]
+)
+def test_tokens_that_come_again_do_not_tell_that_a_preempted_sequence_runs(index: int, token_ids: list[int]) -> None:
+    b = Bench().until_decoding()
+    b.roster(D, "waiting", 2)
+    b.tokens(index, *token_ids, worker=D)
+    assert decode_state(b) == "waiting"
+    b.gone(D)
+    assert b.machine.num_running_deaths == 0, "it was in no step that could have ended the worker"
+
+
+@pytest.mark.parametrize(("index", "token_ids"), [(2, [12]), (1, [11, 12]), (0, [10, 11, 12, 13])])
+def test_a_new_token_tells_that_a_preempted_sequence_runs_again(index: int, token_ids: list[int]) -> None:
+    b = Bench().until_decoding()
+    b.roster(D, "waiting", 2)
+    b.tokens(index, *token_ids, worker=D)
+    assert decode_state(b) == "running"
+    b.gone(D)
+    assert b.machine.num_running_deaths == 1
 
 
 def test_a_gap_is_asked_for_from_the_wanted_index_and_never_skipped() -> None:
