@@ -56,7 +56,18 @@ def measure(arguments: Sequence[str], number: int, timeout_s: float = 180.0) -> 
     Raises:
         RuntimeError: it was not ready in time.
     """
-    command = [sys.executable, "-m", "pdserve", "up", "--port", "0", "--service", f"start-up-{number}", *arguments]
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "pdserve",
+        "up",
+        "--port",
+        "0",
+        "--service",
+        f"start-up-{number}",
+        *arguments,
+    ]
     began_s = time.monotonic()
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:

@@ -17,6 +17,7 @@ import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+from msgspec import structs
 from prometheus_client import CollectorRegistry
 
 from pdserve.bus.bus import Bus
@@ -37,6 +38,7 @@ from pdserve.log import get_logger
 from pdserve.metrics import GatewayMetrics, ProcessMetrics, render
 from pdserve.models.card import ModelCard
 from pdserve.process import listen_or_explain, run_with_background, say_stage, stop_on_signals
+from pdserve.readiness import Readiness
 from pdserve.registration import GatewayRegistration, WorkerState
 from pdserve.settings import GatewaySettings
 
@@ -89,7 +91,7 @@ class GatewayProcess:
         api_socket, system_socket = self._listen()
         await self._bus.start()
         background = {
-            "the bus connection": self._bus.wait_for_end(),
+            "the bus connection": self._bus.wait_for_end(self._settings.bus_start_timeout_s),
             "the registry view": self._view.run(),
             "the dispatcher": self._dispatcher.run(),
             "the registration": self._announce_forever(api_socket, system_socket),
@@ -130,11 +132,15 @@ class GatewayProcess:
 
     def _system_view(self, *, is_shared: bool) -> SystemView:
         return SystemView(
-            readiness=lambda: self._dispatcher.readiness,
+            readiness=self._readiness,
             render_metrics=lambda: render(self._collectors),
             faults=self._faults,
             other_metrics_urls=self._metrics_urls if is_shared else list,
         )
+
+    def _readiness(self) -> Readiness:
+        own, generation = self._gateway_id, self._generation
+        return structs.replace(self._dispatcher.readiness, id=own, generation=generation, pid=os.getpid())
 
     def _metrics_urls(self) -> list[str]:
         """The metrics of all gateways behind our port, when there are several."""

@@ -19,6 +19,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "pdserve"
 
 FOUNDATION = {
+    "addresses",
     "errors",
     "ids",
     "messages",

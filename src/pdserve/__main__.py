@@ -1,4 +1,11 @@
-"""`python -m pdserve` is the `pdserve` command."""
+"""`python -m pdserve` is the `pdserve` command; nothing is imported from the current folder."""
+
+import os
+import sys
+
+if not sys.flags.safe_path:
+    del sys.path[0]
+    os.environ["PYTHONSAFEPATH"] = "1"
 
 from pdserve.cli import main
 

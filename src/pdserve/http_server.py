@@ -17,9 +17,10 @@ from typing import Any, cast
 import uvicorn
 from starlette.types import ASGIApp
 
+from pdserve.addresses import bind, listen_on, peer_host
 from pdserve.http_protocol import ConnectionLimits, protocol_with
 
-_BACKLOG = 2048
+BACKLOG = 2048
 
 
 def listen(host: str, port: int, *, is_shared: bool = False) -> socket.socket:
@@ -28,25 +29,18 @@ def listen(host: str, port: int, *, is_shared: bool = False) -> socket.socket:
     Raises:
         OSError: the address is in use or not ours.
     """
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    sock = socket.socket(family, kind, protocol)
+    sock = bind(host, port, is_shared=is_shared)
     try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if is_shared:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        sock.bind(address)
-        sock.listen(_BACKLOG)
-        sock.setblocking(False)
+        return listen_on(sock, BACKLOG)
     except BaseException:
         sock.close()
         raise
-    return sock
 
 
 def url_of(sock: socket.socket, host: str | None = None) -> str:
-    """`http://host:port` of a listening socket."""
+    """`http://host:port` of a listening socket; one on every address is told by an address that peers can reach."""
     bound, port = sock.getsockname()[:2]
-    name = host or bound
+    name = host or peer_host(bound)
     return f"http://{f'[{name}]' if ':' in name else name}:{port}"
 
 

@@ -17,9 +17,10 @@ import time
 from collections.abc import Coroutine, Mapping
 from typing import Any
 
+from pdserve.addresses import listen_on, take_passed
 from pdserve.errors import PdserveError, ProcessError, SettingError
 from pdserve.faults import Faults
-from pdserve.http_server import listen
+from pdserve.http_server import BACKLOG, listen
 from pdserve.log import get_logger
 
 logger = get_logger(__name__)
@@ -50,13 +51,14 @@ def read_faults(environ: Mapping[str, str]) -> Faults | None:
 
 
 def listen_or_explain(setting: str, host: str, port: int, *, is_shared: bool = False) -> socket.socket:
-    """A listening TCP socket; `is_shared`: other processes listen on the same port.
+    """A listening TCP socket, the one that our starter holds for us if any; `is_shared`: others listen there, too.
 
     Raises:
         SettingError: the port cannot be opened; the message names `setting`, port, host and the system's reason.
     """
     try:
-        return listen(host, port, is_shared=is_shared)
+        held = take_passed(setting)
+        return listen(host, port, is_shared=is_shared) if held is None else listen_on(held, BACKLOG)
     except OSError as error:
         raise SettingError(setting, port, f"a port that is free on {host} ({error.strerror})") from error
 

@@ -52,6 +52,12 @@ class Readiness(msgspec.Struct, frozen=True, kw_only=True):
     message: str
     """One sentence that says what is missing and, where a user can do something, what."""
     load: ReadyLoad = ReadyLoad()
+    id: str = ""
+    """The worker or gateway that answers."""
+    generation: str = ""
+    """The generation under which it is registered now."""
+    pid: int = 0
+    """The process id by which a starter on the same machine tells its own child from another program."""
 
 
 def read_readiness(body: bytes) -> Readiness:

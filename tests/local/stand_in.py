@@ -4,16 +4,20 @@ stand_in.py PORT [--ready-after FILE] [--exit-with N] [--stubborn] [--say TEXT]â
 """
 
 import argparse
+import json
+import os
 import signal
 import sys
-import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+
+from pdserve.addresses import listen_on, take_passed
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("port", type=int)
+    parser.add_argument("--pid", type=int, default=os.getpid())
     parser.add_argument("--ready-after", type=Path)
     parser.add_argument("--exit-with", type=int)
     parser.add_argument("--stubborn", action="store_true")
@@ -35,19 +39,22 @@ def main() -> None:
             is_ready = options.ready_after is None or options.ready_after.exists()
             self.send_response(200 if is_ready else 503)
             self.end_headers()
+            self.wfile.write(
+                json.dumps({"ready": is_ready, "reason": "ready", "message": "", "pid": options.pid}).encode()
+            )
 
         def log_message(self, *_: object) -> None:
             pass
 
-    deadline_s = time.monotonic() + 10  # the port of a predecessor that was just killed
-    while True:
-        try:
-            server = HTTPServer(("127.0.0.1", options.port), Handler)
-            break
-        except OSError:
-            if time.monotonic() > deadline_s:
-                raise
-            time.sleep(0.02)
+    server = HTTPServer(("127.0.0.1", options.port), Handler, bind_and_activate=False)
+    held = take_passed("METRICS_PORT") or take_passed("PORT")
+    if held is not None:
+        server.socket.close()
+        server.socket = listen_on(held, 16)
+        held.setblocking(True)
+    else:
+        server.server_bind()
+        server.server_activate()
     server.serve_forever(poll_interval=0.05)
 
 

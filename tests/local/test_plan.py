@@ -136,4 +136,4 @@ def test_workers_wait_passively_and_a_yielding_one_is_nice() -> None:
 
 
 def test_a_child_runs_the_command_of_its_role() -> None:
-    assert child_command("decode", ["--threads=1"]) == [sys.executable, "-m", "pdserve", "decode", "--threads=1"]
+    assert child_command("decode", ["--threads=1"]) == [sys.executable, "-P", "-m", "pdserve", "decode", "--threads=1"]

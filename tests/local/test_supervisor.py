@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -16,16 +17,35 @@ import pytest
 from pdserve.errors import ServiceError
 from pdserve.local.child import backoff_s, shown_log_line
 from pdserve.local.plan import ChildSpec
-from pdserve.local.ports import check_free
+from pdserve.local.ports import hold_port
 from pdserve.local.supervisor import Supervisor
 
 STAND_IN = Path(__file__).parent / "stand_in.py"
 
 
+HELD: list[socket.socket] = []
+
+
+@pytest.fixture(autouse=True)
+def _ports_are_given_back() -> Iterator[None]:
+    yield
+    while HELD:
+        HELD.pop().close()
+
+
 def a_spec(name: str, *arguments: str, niceness: int = 0) -> ChildSpec:
-    port = check_free("127.0.0.1", 0)
+    metrics = hold_port("127.0.0.1", 0)
+    HELD.append(metrics)
+    port = metrics.getsockname()[1]
     command = [sys.executable, str(STAND_IN), str(port), *arguments]
-    return ChildSpec(role="decode", id=name, command=command, ready_url=f"http://127.0.0.1:{port}", niceness=niceness)
+    return ChildSpec(
+        role="decode",
+        id=name,
+        command=command,
+        ready_url=f"http://127.0.0.1:{port}",
+        niceness=niceness,
+        sockets={"METRICS_PORT": metrics},
+    )
 
 
 class Run:
@@ -205,3 +225,14 @@ def test_the_pause_before_a_restart_doubles_up_to_half_a_minute() -> None:
 )
 def test_what_the_terminal_shows_of_a_line(line: str, shown: str) -> None:
     assert shown_log_line(line) == shown
+
+
+async def test_readiness_of_another_program_at_the_same_address_is_not_believed(tmp_path: Path) -> None:
+    run = Run(tmp_path, a_spec("decode-0", "--pid", "1"), a_spec("decode-1"))
+    task = asyncio.create_task(run.supervisor.run(run.is_ready.set))
+    await run.until(lambda: run.children[1].state == "ready")
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(run.is_ready.wait(), 0.5)
+    assert run.children[0].state == "starting"
+    run.supervisor.request_stop()
+    await task

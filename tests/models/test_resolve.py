@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
 import subprocess
 import sys
 import threading
@@ -20,6 +21,10 @@ from pdserve.models.resolve import home_folder, resolve_model, served_model_name
 from pdserve.models.store import build_once
 
 BUILDER = Path(__file__).parent / "stand_in_builder.py"
+
+
+def few() -> int:
+    return 1
 
 
 def quiet(_: str) -> None:
@@ -109,7 +114,7 @@ def test_a_hub_model_is_downloaded_at_its_revision(
 
 def test_another_gguf_of_the_same_name_is_another_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folders: list[Path] = []
-    monkeypatch.setattr(resolve, "build_once", lambda folder, *_: folders.append(folder) or folder)
+    monkeypatch.setattr(resolve, "build_once", lambda folder, *_, **__: folders.append(folder) or folder)
     for content in (b"first", b"second"):
         (tmp_path / "My.Q4.gguf").write_bytes(content)
         resolve_model(str(tmp_path / "My.Q4.gguf"), tmp_path, quiet)
@@ -146,7 +151,11 @@ def test_two_who_want_the_same_model_build_it_once(tmp_path: Path, builder_modul
     log, lines = tmp_path / "builds", [[], []]
     arguments = ["slow", str(log)]
     threads = [
-        threading.Thread(target=build_once, args=(tmp_path / "m" / "x", builder_module, arguments, told.append))
+        threading.Thread(
+            target=build_once,
+            args=(tmp_path / "m" / "x", builder_module, arguments, told.append),
+            kwargs={"num_bytes": few},
+        )
         for told in lines
     ]
     for thread in threads:
@@ -161,16 +170,46 @@ def test_two_who_want_the_same_model_build_it_once(tmp_path: Path, builder_modul
 
 def test_a_failed_build_leaves_nothing_and_tells_why(tmp_path: Path, builder_module: str) -> None:
     with pytest.raises(ModelError, match="ValueError: the weights are damaged"):
-        build_once(tmp_path / "x", builder_module, ["broken", str(tmp_path / "log")], quiet)
+        build_once(tmp_path / "x", builder_module, ["broken", str(tmp_path / "log")], quiet, num_bytes=few)
     assert not (tmp_path / "x").exists()
-    build_once(tmp_path / "x", builder_module, ["slow", str(tmp_path / "log")], quiet)
+    build_once(tmp_path / "x", builder_module, ["slow", str(tmp_path / "log")], quiet, num_bytes=few)
     assert (tmp_path / "x" / "result").read_text() == "whole"
+
+
+def test_a_failed_build_is_one_sentence_and_its_traceback_lies_in_a_log(tmp_path: Path, builder_module: str) -> None:
+    lines: list[str] = []
+    with pytest.raises(ModelError) as caught:
+        build_once(tmp_path / "x", builder_module, ["broken", str(tmp_path / "file")], lines.append, num_bytes=few)
+    log = tmp_path / "x.log"
+    assert "Traceback" not in str(caught.value) + "".join(lines)
+    assert "\n" not in str(caught.value)
+    assert str(log) in str(caught.value)
+    assert "Traceback (most recent call last)" in log.read_text()
+    assert sorted(file.name for file in tmp_path.iterdir()) == [".x.lock", "x.log"]
+
+
+def test_a_disk_that_is_too_small_is_said_before_anything_is_written(tmp_path: Path, builder_module: str) -> None:
+    lines: list[str] = []
+    needed = shutil.disk_usage(tmp_path).total + 1
+    with pytest.raises(ModelError, match=r"making x needs [\d,.]+ MiB and .* has [\d,.]+ MiB free.*set PDS_HOME"):
+        build_once(tmp_path / "x", builder_module, ["slow", "log"], lines.append, num_bytes=lambda: needed)
+    assert lines == []
+    assert [file.name for file in tmp_path.iterdir()] == [".x.lock"]
+
+
+@pytest.mark.parametrize("content", [b"", b"GGUF", b"GGUF\x03\0\0\0" + b"\xff" * 64, b"no such file at all"])
+def test_a_gguf_file_that_is_none_is_one_sentence(tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "m.gguf"
+    file.write_bytes(content)
+    with pytest.raises(ModelError, match="cannot be read as a GGUF file") as caught:
+        resolve_model(str(file), tmp_path / "home", quiet)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_home_that_cannot_be_written_is_named_with_the_remedy(tmp_path: Path, builder_module: str) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ModelError, match="set PDS_HOME"):
-        build_once(tmp_path / "file" / "x", builder_module, ["slow", str(tmp_path / "log")], quiet)
+        build_once(tmp_path / "file" / "x", builder_module, ["slow", str(tmp_path / "log")], quiet, num_bytes=few)
 
 
 @pytest.mark.slow

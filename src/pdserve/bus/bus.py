@@ -81,6 +81,7 @@ class Bus:
         self._has_messages = asyncio.Event()
         self._check_now = asyncio.Event()
         self._answered = asyncio.Event()
+        self._last_problem = ""
         self._progress = asyncio.Condition()
         self._num_settled = 0
         self._tasks: list[asyncio.Task[None]] = []
@@ -130,11 +131,23 @@ class Bus:
         """Ask for the server once, then keep writing and watching. A server that is away is no error here."""
         await self._check()
         if not self.is_up:
-            _log.warning("the bus does not answer at start; trying again until it does")
+            _log.warning("the bus does not answer yet, trying again: %s", self._last_problem)
         self._tasks = [asyncio.create_task(self._write_forever()), asyncio.create_task(self._watch_forever())]
 
-    async def wait_for_end(self) -> None:
-        """Return, or raise, when the writer or the watch has ended, which is a defect before `close`."""
+    async def wait_for_end(self, start_timeout_s: float | None = None) -> None:
+        """Return, or raise, when the writer or the watch has ended, which is a defect before `close`.
+
+        Raises:
+            BusError: the server has not answered once within `start_timeout_s`.
+        """
+        try:
+            async with asyncio.timeout(start_timeout_s):
+                await self._answered.wait()
+        except TimeoutError:
+            raise BusError(
+                f"no answer within {start_timeout_s:g} s after the start ({self._last_problem}): see whether a Redis "
+                "runs there, and whether REDIS_URL has its address and password"
+            ) from None
         ended, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in ended:
             task.result()
@@ -295,6 +308,7 @@ class Bus:
                 ("INFO", "server"), ("TIME",), *(("XLEN", stream) for stream in full), transaction=False
             )
         except BusError as error:
+            self._last_problem = str(error)
             if self.is_up:
                 _log.warning("the bus is away: %s", error)
             self._watch.lost()

@@ -132,7 +132,7 @@ sys.stdin.read()
 def cross_memory_attach() -> Finding:
     """Reads another process's memory, as NIXL does between workers of one machine."""
     shown = "pdserve doctor"
-    command = [sys.executable, "-c", _SHOWS_ITS_MEMORY, shown]
+    command = [sys.executable, "-P", "-c", _SHOWS_ITS_MEMORY, shown]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdin is not None
         assert child.stdout is not None

@@ -2,7 +2,7 @@
 
 A child tells its progress by lines `pdserve-stage: <text>`; everything else it prints goes to its log file, and
 warnings, errors and whatever is no JSON log line to the terminal too. It counts as ready at the first 200 from
-`/ready`.
+`/ready` that names its process id.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
 
+from pdserve.addresses import passed_on, stop_listening
 from pdserve.errors import ServiceError
 from pdserve.local.launch import shim
 from pdserve.local.plan import ChildSpec
-from pdserve.local.probe import http_status
+from pdserve.local.probe import http_get
 from pdserve.process import STAGE_PREFIX
+from pdserve.readiness import read_readiness
 
 MAX_FAILED_STARTS = 3
 """So many deaths in a row give up a child that was never ready."""
@@ -98,6 +100,8 @@ class Child:
                 await self._read_lines(process, log)
             returncode = await process.wait()
         finally:
+            for sock in self.spec.sockets.values():
+                stop_listening(sock)
             probe.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await probe
@@ -105,21 +109,28 @@ class Child:
         return asyncio.get_running_loop().time() - started_s, returncode
 
     async def _spawn(self) -> asyncio.subprocess.Process:
+        sockets = self.spec.sockets
         return await asyncio.create_subprocess_exec(
             *shim(self.spec.niceness),
             *self.spec.command,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
-            env={**os.environ, "PYTHONUNBUFFERED": "1", **self.spec.env},
+            env={**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1", **self.spec.env, **passed_on(sockets)},
+            pass_fds=[sock.fileno() for sock in sockets.values()],
             limit=1 << 20,
         )
 
     async def _wait_until_ready(self) -> None:
-        while await http_status(f"{self.spec.ready_url}/ready") != 200:  # noqa: ASYNC110  another process's state
+        while not await self._is_ready():  # noqa: ASYNC110  another process's state
             await asyncio.sleep(_PROBE_INTERVAL_S)
         self.ready.set()
         self._set_state("ready", "ready")
+
+    async def _is_ready(self) -> bool:
+        """Whether this very process says so, and no other that answers at its address."""
+        answer = await http_get(f"{self.spec.ready_url}/ready")
+        return answer is not None and answer.status == 200 and read_readiness(answer.body).pid == self.pid
 
     async def _read_lines(self, process: asyncio.subprocess.Process, log: TextIO) -> None:
         assert process.stdout is not None

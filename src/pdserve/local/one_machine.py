@@ -11,11 +11,14 @@ import shutil
 import signal
 import socket
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from pdserve.addresses import bind, peer_host
 from pdserve.errors import BusError
+from pdserve.http_server import url_of
 from pdserve.local.plan import (
+    ROLES,
     ChildSpec,
     UpOptions,
     child_command,
@@ -25,7 +28,7 @@ from pdserve.local.plan import (
     threads_for,
     worker_spec,
 )
-from pdserve.local.ports import check_free, free_ports
+from pdserve.local.ports import hold_port, hold_ports
 from pdserve.local.redis_server import RedisServer
 from pdserve.local.service_file import LocalProcess, LocalService, owned, run_folder, write
 from pdserve.local.supervisor import Report, Supervisor
@@ -69,12 +72,13 @@ class OneMachine:
         resting = {} if interval_s is None else {"STEP_INTERVAL_S": interval_s}
         workers = [self._resolved(role, resting) for role in ("prefill", "decode")]
         settings, flags = zip((gateway, gateway_flags), *workers, strict=True)
-        with owned(self._home, gateway.service) as file:
-            port = check_free(gateway.host, gateway.port)
+        with owned(self._home, gateway.service) as file, ExitStack() as held:
+            api = held.enter_context(hold_port(gateway.host, gateway.port))
             models = [self._model_flags(role_settings) for role_settings in settings]
             with self._bus(gateway) as (redis_url, server):
                 common = [[*own, *model, f"--redis-url={redis_url}"] for own, model in zip(flags, models, strict=True)]
-                specs = self._specs(gateway, port, *common, is_own_bus=server is not None)
+                hosts = {role: role_settings.host for role, role_settings in zip(ROLES, settings, strict=True)}
+                specs = self._specs(hosts, api, *common, is_own_bus=server is not None, held=held)
                 asyncio.run(self._supervise(file, gateway, specs, redis_url, server))
 
     def _resolved(self, role: str, more_defaults: Mapping[str, object]) -> tuple[ProcessSettings, list[str]]:
@@ -108,45 +112,56 @@ class OneMachine:
 
     def _specs(
         self,
-        gateway: GatewaySettings,
-        port: int,
+        hosts: Mapping[str, str],
+        api: socket.socket,
         gateway_flags: list[str],
         prefill_flags: list[str],
         decode_flags: list[str],
         *,
         is_own_bus: bool,
+        held: ExitStack,
     ) -> list[ChildSpec]:
-        """Workers first: they take longest. On a shared bus their names carry the machine's."""
+        """Workers first: they take longest. On a shared bus their names carry the machine's.
+
+        Every port is held in `held` before its process starts, and by its socket the process gets it.
+        """
         num = self._options.num
-        base = f"http://{_reachable(gateway.host)}"
-        ports = free_ports(gateway.host, FIRST_METRICS_PORT)
+        url, port = _local_url(hosts["gateway"], api), api.getsockname()[1]
+        ports = {host: hold_ports(host, FIRST_METRICS_PORT) for host in set(hosts.values())}
         prefix = "" if is_own_bus else f"{socket.gethostname()}-"
         threads = threads_for(self._num_cores, num["prefill"], num["decode"])
         specs: list[ChildSpec] = []
         for role, flags in (("prefill", prefill_flags), ("decode", decode_flags)):
             for index in range(num[role]):
-                worker_id, metrics_port = f"{prefix}{role}-{index}", next(ports)
-                own = [f"--worker-id={worker_id}", f"--metrics-port={metrics_port}"]
+                worker_id, metrics = f"{prefix}{role}-{index}", held.enter_context(next(ports[hosts[role]]))
+                own = [f"--worker-id={worker_id}", f"--metrics-port={metrics.getsockname()[1]}"]
                 spec = worker_spec(
                     role,
                     worker_id,
                     self._command(role, [*flags, *own]),
-                    f"{base}:{metrics_port}",
+                    _local_url(hosts[role], metrics),
+                    metrics=metrics,
                     threads=threads.prefill if role == "prefill" else threads.decode,
                     yields=role == "prefill" and num["decode"] > 0,
                 )
                 specs.append(spec)
+        if num["gateway"] > 1:  # no longer ours alone, and still no other program's
+            api.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         for index in range(num["gateway"]):
-            own, ready_port = [f"--port={port}"], port
+            own, ready_url, sockets = [f"--port={port}"], url, {"PORT": api}
             if num["gateway"] > 1:  # behind one port any of them may answer
-                ready_port = next(ports)
-                own.append(f"--metrics-port={ready_port}")
+                metrics = held.enter_context(next(ports[hosts["gateway"]]))
+                own.append(f"--metrics-port={metrics.getsockname()[1]}")
+                ready_url = _local_url(hosts["gateway"], metrics)
+                its_api = api if index == 0 else held.enter_context(bind(*api.getsockname()[:2], is_shared=True))
+                sockets = {"PORT": its_api, "METRICS_PORT": metrics}
             spec = ChildSpec(
                 role="gateway",
                 id=f"{prefix}gateway-{index}",
                 command=self._command("gateway", [*gateway_flags, *own]),
-                ready_url=f"{base}:{ready_port}",
-                api_url=f"{base}:{port}",
+                ready_url=ready_url,
+                api_url=url,
+                sockets=sockets,
             )
             specs.append(spec)
         return specs
@@ -216,8 +231,6 @@ class OneMachine:
                     self._report("redis", f"{error}; trying again")
 
 
-def _reachable(host: str) -> str:
-    """An address to connect to, for one to listen on."""
-    if host in ("", "0.0.0.0"):  # noqa: S104  compared, not bound
-        return "127.0.0.1"
-    return "[::1]" if host == "::" else f"[{host}]" if ":" in host else host
+def _local_url(host: str, sock: socket.socket) -> str:
+    """Where this machine reaches what listens on a socket that was bound to `host`."""
+    return url_of(sock, peer_host(host, is_same_machine=True))

@@ -9,6 +9,7 @@ the children by themselves; what is added here yields to them, unless a process 
 
 from __future__ import annotations
 
+import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -60,6 +61,8 @@ class ChildSpec:
     env: dict[str, str] = field(default_factory=dict)
     """On top of the supervisor's own."""
     niceness: int = 0
+    sockets: Mapping[str, socket.socket] = field(default_factory=dict)
+    """Ports that its starter holds for it, by the setting that names them."""
 
     @property
     def url(self) -> str:
@@ -195,11 +198,20 @@ def is_set(role: str, name: str, flags: Sequence[str], env: Mapping[str, str]) -
 
 def child_command(role: str, flags: list[str]) -> list[str]:
     """The command of a process, the same that a pod runs."""
-    return [sys.executable, "-m", "pdserve", role, *flags]
+    return [sys.executable, "-P", "-m", "pdserve", role, *flags]
 
 
-def worker_spec(role: str, worker_id: str, command: list[str], url: str, *, threads: int, yields: bool) -> ChildSpec:
-    """The specification of a prefill or decode worker; `yields`: to the others on its cores."""
+def worker_spec(
+    role: str,
+    worker_id: str,
+    command: list[str],
+    url: str,
+    *,
+    threads: int,
+    yields: bool,
+    metrics: socket.socket | None = None,
+) -> ChildSpec:
+    """The specification of a prefill or decode worker; `yields`: to the others on its cores; `metrics`: its port."""
     return ChildSpec(
         role=role,
         id=worker_id,
@@ -207,4 +219,5 @@ def worker_spec(role: str, worker_id: str, command: list[str], url: str, *, thre
         ready_url=url,
         env={"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": str(threads)},
         niceness=YIELDING_NICENESS if yields else 0,
+        sockets={} if metrics is None else {"METRICS_PORT": metrics},
     )

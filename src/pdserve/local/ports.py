@@ -1,11 +1,13 @@
-"""TCP ports of this machine: whether one is free, and which are."""
+"""TCP ports of this machine: whether one is free, and holding it for a process that starts later."""
 
 from __future__ import annotations
 
+import contextlib
 import random
 import socket
 from collections.abc import Iterator
 
+from pdserve.addresses import hold
 from pdserve.errors import ServiceError
 
 _NEVER_GIVEN_AWAY = range(20_000, 32_000)
@@ -17,14 +19,10 @@ _chance = random.SystemRandom()
 
 def is_free(host: str, port: int) -> bool:
     """Whether a server could listen there now. (Another program may take it a moment later.)"""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: TIME_WAIT does not count
-        try:
-            probe.bind((host, port))
-            probe.listen(1)
-        except OSError:
-            return False
+    try:
+        hold(host, port).close()
+    except OSError:
+        return False
     return True
 
 
@@ -48,9 +46,22 @@ def _any_free(host: str) -> int:
     raise ServiceError(f"no server can listen on {host}: is it an address of this machine?")
 
 
-def free_ports(host: str, first: int) -> Iterator[int]:
-    """Free ports from `first` upwards."""
+def hold_port(host: str, port: int) -> socket.socket:
+    """Hold `port`, or a free one for 0, until the socket is closed: no other program can take it.
+
+    Raises:
+        ServiceError: another program listens there, or nothing can listen on `host`.
+    """
+    for _ in range(_MAX_TRIES):
+        chosen = check_free(host, port)
+        with contextlib.suppress(OSError):  # taken in this very moment
+            return hold(host, chosen)
+    raise ServiceError(f"no server can listen on {host}: is it an address of this machine?")
+
+
+def hold_ports(host: str, first: int) -> Iterator[socket.socket]:
+    """Hold the free ports from `first` upwards, one after the other."""
     for port in range(first, 65536):
-        if is_free(host, port):
-            yield port
+        with contextlib.suppress(OSError):
+            yield hold(host, port)
     raise ServiceError(f"no free port above {first} on {host}")

@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -23,10 +24,11 @@ from typing import Any, Self
 
 import httpx
 
+from pdserve.addresses import passed_on, stop_listening
 from pdserve.errors import ServiceError
 from pdserve.local.launch import shim
 from pdserve.local.plan import threads_for
-from pdserve.local.ports import check_free
+from pdserve.local.ports import hold_port
 from pdserve.local.redis_server import RedisServer
 from pdserve.readiness import read_readiness
 
@@ -50,6 +52,8 @@ class ServiceProcess:
     """Base URL of /ready, /health, /metrics and /debug."""
     env: dict[str, str]
     log_file: Path
+    sockets: dict[str, socket.socket] = field(default_factory=dict, repr=False)
+    """Its ports, held for as long as the service lives."""
     process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
 
     @property
@@ -152,6 +156,8 @@ class PrivateService:
         for process in self.processes:
             if process.process is not None:
                 _end(process.process, max(0.0, give_up_s - time.monotonic()))
+            for sock in process.sockets.values():
+                sock.close()
         self._redis.stop()
         self._http.close()
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -200,6 +206,8 @@ class PrivateService:
         if signal_number == signal.SIGKILL:
             process.process.wait()
             process.process = None
+            for sock in process.sockets.values():
+                stop_listening(sock)
 
     def restart(self, role: str, index: int = 0, *, wait_s: float | None = 60.0) -> None:
         """Start a killed process again, same name and ports; `wait_s=None` does not wait until all are ready."""
@@ -239,7 +247,8 @@ class PrivateService:
     # --- processes
 
     def _plan(self, role: str, index: int) -> ServiceProcess:
-        metrics_port = check_free(_HOST, 0)
+        sockets = {"METRICS_PORT": hold_port(_HOST, 0)}
+        metrics_port = sockets["METRICS_PORT"].getsockname()[1]
         values: dict[str, object] = {
             "MODEL": self._model,
             "REDIS_URL": self._redis.url,
@@ -249,7 +258,8 @@ class PrivateService:
             "DRAIN_S": 1,
         }
         if role == "gateway":
-            values["PORT"] = check_free(_HOST, 0)
+            sockets["PORT"] = hold_port(_HOST, 0)
+            values["PORT"] = sockets["PORT"].getsockname()[1]
         else:
             threads = self._threads.prefill if role == "prefill" else self._threads.decode
             values |= {"WORKER_ID": f"{role}-{index}", "THREADS": threads}
@@ -258,18 +268,26 @@ class PrivateService:
         if self._faults is not None:
             env["PDS_FAULTS"] = json.dumps(self._faults) if self._faults else "1"
         log_file = self._folder / f"{role}-{index}.log"
-        return ServiceProcess(role, index, f"http://{_HOST}:{metrics_port}", env, log_file)
+        return ServiceProcess(role, index, f"http://{_HOST}:{metrics_port}", env, log_file, sockets)
 
     def _spawn(self, process: ServiceProcess) -> None:
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("PDS_") or k in _OF_THE_MACHINE}
-        env = inherited | {"PYTHONUNBUFFERED": "1", "OMP_WAIT_POLICY": "PASSIVE"} | process.env
+        for sock in process.sockets.values():
+            stop_listening(sock)
+        env = (
+            inherited
+            | {"PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+            | process.env
+            | passed_on(process.sockets)
+        )
         with process.log_file.open("ab") as log:
             process.process = subprocess.Popen(
-                [*shim(), sys.executable, "-m", "pdserve", process.role],
+                [*shim(), sys.executable, "-P", "-m", "pdserve", process.role],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=env,
+                pass_fds=[sock.fileno() for sock in process.sockets.values()],
             )
 
 

@@ -11,8 +11,10 @@ from pdserve.models.identity import file_fingerprint
 from pdserve.models.store import build_once
 from pdserve.models.weight_files import check_weights
 
-_RECIPE = "r2"
+_RECIPE = "r3"
 """Part of the names of folders made here: raised when what is made changes, so that no old one is served."""
+_TINY_BYTES = 4 << 20
+_TOKENIZER_BYTES = 64 << 20
 _HUB_PREFIX = "hf://"
 _HUB_PATTERNS = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
 
@@ -37,7 +39,9 @@ def resolve_model(source: str, home: Path, progress: Callable[[str], None]) -> P
     if source == "demo":
         return _from_gguf(find_demo_gguf(), models, progress)
     if source == "tiny":
-        return build_once(models / f"tiny-{_RECIPE}", "pdserve.models.tiny", [], progress)
+        return build_once(
+            models / f"tiny-{_RECIPE}", "pdserve.models.tiny", [], progress, num_bytes=lambda: _TINY_BYTES
+        )
     if source.startswith(_HUB_PREFIX):
         return _from_hub(source.removeprefix(_HUB_PREFIX), progress)
     path = Path(source).expanduser()
@@ -72,7 +76,22 @@ def _from_gguf(file: Path, models: Path, progress: Callable[[str], None]) -> Pat
     folder = models / f"{file.stem.lower()}-{file_fingerprint(file)[:8]}-{_RECIPE}"
     if not folder.is_dir():
         progress(f"converting {file.name} (once)")
-    return build_once(folder, "pdserve.models.gguf", [str(file)], progress)
+    return build_once(folder, "pdserve.models.gguf", [str(file)], progress, num_bytes=lambda: _converted_bytes(file))
+
+
+def _converted_bytes(file: Path) -> int:
+    """Four bytes for each weight of a GGUF file, and the tokenizer, whose texts are larger as JSON.
+
+    Raises:
+        ModelError: the file is no complete GGUF file.
+    """
+    from gguf import GGUFReader  # noqa: PLC0415  (needed once for each file)
+
+    try:
+        num_weights = sum(int(tensor.n_elements) for tensor in GGUFReader(file).tensors)
+    except (ValueError, IndexError, OSError, KeyError) as error:
+        raise ModelError(f"{file} cannot be read as a GGUF file ({error}): see whether it is complete") from error
+    return 4 * num_weights + _TOKENIZER_BYTES
 
 
 def _from_hub(name: str, progress: Callable[[str], None]) -> Path:

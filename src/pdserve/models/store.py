@@ -11,7 +11,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +18,9 @@ from pathlib import Path
 from pdserve.errors import ModelError
 
 
-def build_once(folder: Path, module: str, arguments: list[str], progress: Callable[[str], None]) -> Path:
+def build_once(
+    folder: Path, module: str, arguments: list[str], progress: Callable[[str], None], *, num_bytes: Callable[[], int]
+) -> Path:
     """Return `folder`, first made by `python -m module *arguments FOLDER` when it is not there yet.
 
     Args:
@@ -27,9 +28,11 @@ def build_once(folder: Path, module: str, arguments: list[str], progress: Callab
         module: builder; runs in a process of its own, so that torch never enters the caller.
         arguments: put before the folder's path.
         progress: called with each line the builder prints.
+        num_bytes: tells how much is going to be written; asked only before a build.
 
     Raises:
-        ModelError: the builder failed (the message ends with its last lines), or the folder cannot be written.
+        ModelError: the disk is too small, the builder failed (its words are in a log beside the folder), or the folder
+            cannot be written.
     """
     if folder.is_dir():
         return folder
@@ -44,9 +47,32 @@ def build_once(folder: Path, module: str, arguments: list[str], progress: Callab
             return folder
         building = folder.with_name(f".{folder.name}.building")
         shutil.rmtree(building, ignore_errors=True)  # of a build that crashed
-        _run(module, [*arguments, str(building)], progress)
-        building.rename(folder)
+        check_space(folder.parent, num_bytes(), f"making {folder.name}")
+        try:
+            _run(module, [*arguments, str(building)], progress, folder.with_name(f"{folder.name}.log"))
+            building.rename(folder)
+        except BaseException:
+            shutil.rmtree(building, ignore_errors=True)
+            raise
     return folder
+
+
+def check_space(folder: Path, num_bytes: int, purpose: str) -> None:
+    """Refuse what does not fit on the disk, before it begins.
+
+    Raises:
+        ModelError: the disk of `folder` has less free space than `purpose` needs.
+    """
+    free_bytes = shutil.disk_usage(folder).free
+    if free_bytes < num_bytes:
+        raise ModelError(
+            f"{purpose} needs {_mib(num_bytes)} and {folder} has {_mib(free_bytes)} free: make room there, or set "
+            "PDS_HOME to a folder on a larger disk"
+        )
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:,.1f} MiB"
 
 
 @contextmanager
@@ -61,30 +87,39 @@ def _locked(file: Path, progress: Callable[[str], None]) -> Iterator[None]:
         yield
 
 
-def _run(module: str, arguments: list[str], progress: Callable[[str], None]) -> None:
+def _run(module: str, arguments: list[str], progress: Callable[[str], None], log_file: Path) -> None:
     """Run a builder in front of which the shim of local/launch.py lets it die with this process.
 
     One that outlived its starter would write beside the next one. The shim is named here and not imported: local/ is
     a layer above models/.
     """
-    shim = [sys.executable, "-m", "pdserve.local.launch", str(os.getpid()), "0"]
-    last_lines: deque[str] = deque(maxlen=5)
-    with subprocess.Popen(
-        [*shim, sys.executable, "-m", module, *arguments],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        env={**os.environ, "PYTHONWARNINGS": "ignore", "TQDM_DISABLE": "1"},
-    ) as process:
+    shim = [sys.executable, "-P", "-m", "pdserve.local.launch", str(os.getpid()), "0"]
+    last_line = ""
+    with (
+        log_file.open("w", encoding="utf-8") as log,
+        subprocess.Popen(
+            [*shim, sys.executable, "-P", "-m", module, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            env={**os.environ, "PYTHONWARNINGS": "ignore", "TQDM_DISABLE": "1", "PYTHONSAFEPATH": "1"},
+        ) as process,
+    ):
         try:
             for line in process.stdout or ():
-                last_lines.append(line.strip())
+                log.write(line)
+                last_line = line.strip() or last_line
                 if not line.startswith((" ", "Traceback")):  # a failure's stack goes into the error alone
                     progress(line.strip())
         except BaseException:
             process.kill()
             raise
     if process.returncode:
-        raise ModelError(f"making the model failed ({module} {' '.join(arguments)}): " + " | ".join(last_lines))
+        source = f" out of {arguments[0]}" if len(arguments) > 1 else ""
+        raise ModelError(
+            f"making the model{source} failed ({last_line[:300] or 'the builder said nothing'}): see whether the file "
+            f"is complete and of a supported architecture; all that was said is in {log_file}"
+        )
+    log_file.unlink(missing_ok=True)

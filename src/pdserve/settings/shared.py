@@ -72,6 +72,13 @@ class BusSettings(SharedSettings):
 class ProcessSettings(BusSettings):
     """Gateways and workers share a model, an address and the time limits between them."""
 
+    bus_start_timeout_s: float = setting(
+        60.0,
+        seconds,
+        "A process to which the bus has not answered once in this time after its start ends with the reason.",
+        unit="s",
+        why="A bus that starts together with its processes is there sooner, and a wrong address never is.",
+    )
     model: str = setting(
         "demo",
         text,

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from pdserve.addresses import peer_host
 from pdserve.errors import TransferError
 from pdserve.reasons import TransferReason
 from pdserve.transfer.base import Descriptor, Transport
@@ -68,7 +69,7 @@ def usable_transports(
                 raise TransferError(TransferReason.LOOKUP, f"NIXL exists for Linux, this is {sys.platform}")
             transports.append(
                 make_nixl(
-                    host=advertise_host or host,
+                    host=advertise_host or peer_host(host),
                     progress_thread=progress_thread,
                     connect_timeout_s=connect_timeout_s,
                 )

@@ -127,7 +127,7 @@ class WorkerHost:
                 await self._become_new("its registration is missing or belongs to another process")
             await self._registration.announce(self._worker, len(self._view.gateways))
         except BusError as error:
-            logger.warning("heartbeat not delivered: %s", error)
+            logger.debug("heartbeat not delivered: %s", error)  # the bus has said that it is away
         self._worker.heartbeat(self._clock())
         self._worker.attempts.send_rosters(self._view.gateways)
 

@@ -14,6 +14,7 @@ import secrets
 import socket
 import time
 
+from msgspec import structs
 from prometheus_client import CollectorRegistry
 
 from pdserve.bus.bus import Bus
@@ -115,7 +116,7 @@ class _Worker:
         background = {
             "the HTTP port": server.run(),
             "the engine's thread": engine_thread.wait_for_end(),
-            "the bus connection": bus.wait_for_end(),
+            "the bus connection": bus.wait_for_end(settings.bus_start_timeout_s),
             "the inbox": parts.inbox.wait_for_end(),
             "the registry view": parts.view.run(),
             "the watch for standstills": host.notice_standstill(),
@@ -158,7 +159,7 @@ class _Worker:
 
     def _transport_options(self) -> TransportOptions:
         settings = self._settings
-        host = settings.transfer_host or settings.host
+        host = settings.host if settings.transfer_host is None else settings.transfer_host
         return TransportOptions(
             setting=settings.transport,
             kv_signature=self._model.kv_signature,
@@ -212,7 +213,7 @@ class _Worker:
 
         def readiness() -> Readiness:
             pool, scheduler = self._model.engine.block_pool, self._model.engine.scheduler
-            return worker_readiness(
+            told = worker_readiness(
                 self._host.ready_reason,
                 step_problem=step_problem(),
                 transport_problem=parts.transports.problem,
@@ -222,6 +223,8 @@ class _Worker:
                     num_used_blocks=pool.num_blocks - pool.num_available,
                 ),
             )
+            worker_id, generation = self._identity.ref
+            return structs.replace(told, id=worker_id, generation=generation, pid=os.getpid())
 
         async def ledger() -> LedgerReport:
             return await thread.call(Engine.check_integrity)

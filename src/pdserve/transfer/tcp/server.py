@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 
+from pdserve.addresses import bind, listen_on
 from pdserve.errors import TransferError
 from pdserve.reasons import TransferReason
 from pdserve.registration import WorkerRef
@@ -32,8 +33,9 @@ def open_listener(host: str, port: int) -> socket.socket:
         TransferError: reason lookup: the port cannot be bound.
     """
     try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, port), family=family, backlog=128)
+        listener = listen_on(bind(host, port), backlog=128)
+        listener.setblocking(True)
+        return listener
     except OSError as error:
         raise TransferError(
             TransferReason.LOOKUP, f"cannot listen on TRANSFER_HOST {host}, TRANSFER_PORT {port}: {error}"

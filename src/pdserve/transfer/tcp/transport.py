@@ -7,7 +7,6 @@ ended, however it ended, is terminal: nothing here writes a block but a thread t
 from __future__ import annotations
 
 import itertools
-import socket
 import time
 from collections import deque
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from collections.abc import Callable
 import msgspec
 import torch
 
+from pdserve.addresses import peer_host
 from pdserve.errors import TransferError
 from pdserve.ids import GenerationId, KvSignature, Nonce, WorkerId
 from pdserve.reasons import TransferReason
@@ -34,8 +34,8 @@ class TcpTransport:
     Args:
         host: address to listen on (TRANSFER_HOST).
         port: port to listen on (TRANSFER_PORT); 0 = any free one.
-        advertise_host: address that peers reach this worker at (ADVERTISE_HOST); "" = `host`, or the address of
-            this machine's name where `host` means all interfaces.
+        advertise_host: address that peers reach this worker at (ADVERTISE_HOST); "" = `host`, or an
+            address of this machine that peers can reach where `host` means all of them.
         connect_timeout_s: for a peer's answer to a greeting.
         connections_per_peer: READs from one peer that run at the same time.
     """
@@ -53,7 +53,7 @@ class TcpTransport:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._host, self._port = host, port
-        self._advertise_host = advertise_host or _reachable(host)
+        self._advertise_host = advertise_host or peer_host(host)
         self._connect_timeout_s = connect_timeout_s
         self._connections_per_peer = connections_per_peer
         self._clock = clock
@@ -219,13 +219,3 @@ class TcpTransport:
         reason = read.given_up or (failure.reason if failure else None)
         state = PullState.FAILED if reason else PullState.DONE
         self._results.append(PullResult(read.handle, state, reason, detail=str(failure or "")))
-
-
-def _reachable(host: str) -> str:
-    """An address for peers when this worker listens on every interface."""
-    if host not in {"0.0.0.0", "::", ""}:  # noqa: S104 (compared, not bound)
-        return host
-    try:
-        return socket.gethostbyname(socket.gethostname())
-    except OSError:
-        return "127.0.0.1"
