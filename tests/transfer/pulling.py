@@ -22,6 +22,7 @@ class Pulling:
         self.local = local
         self.faults = Faults()
         self.ends, self.terminals = queue.Queue(), queue.Queue()
+        self.ended_late = set()
         self.descriptors = []
         transport = local.transport
         self.puller = Puller(
@@ -48,6 +49,11 @@ class Pulling:
 
     def end(self, timeout_s=10.0):
         return self.ends.get(timeout=timeout_s)
+
+    def until_terminal(self, outcome):
+        """Wait until no READ of an ended request can write its blocks; another thread's may still be under way."""
+        while not outcome.is_terminal and outcome.ticket not in self.ended_late:
+            self.ended_late.add(self.terminals.get(timeout=5.0).ticket)
 
     def pull(self, peer, remote_ids, local_ids, **options):
         ticket = self.submit(peer, remote_ids, local_ids, **options)

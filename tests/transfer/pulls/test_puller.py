@@ -56,7 +56,7 @@ def test_every_request_of_a_storm_ends_once_and_is_right_where_it_says_so(make_p
         if number % 10 == 9:  # before its blocks are used again
             for outcome in [pulling.end() for _ in range(10)]:
                 remote_ids, local_ids = tickets.pop(outcome.ticket)
-                assert outcome.is_terminal
+                pulling.until_terminal(outcome)
                 assert outcome.reason in {None, "aborted", "post", "copy", "verify", "notify"}
                 assert not outcome.ok or torch.equal(local.blocks[local_ids], peer.blocks[remote_ids])
             assert tickets == {}
@@ -70,8 +70,7 @@ def test_a_wrong_block_in_any_part_fails_the_request_once(make_pulling, peer, wr
     digests[wrong] = bytes(16)
     outcome = pulling.pull(peer, ids, ids, digests=digests)
     assert (outcome.ok, outcome.reason) == (False, "verify")
-    if not outcome.is_terminal:  # the other thread's READ was still on its way
-        assert pulling.terminals.get(timeout=5).ticket == outcome.ticket
+    pulling.until_terminal(outcome)
     assert "1 of 2 blocks differ" in outcome.detail
     assert pulling.puller.failed_peers() == {peer.peer}
     assert pulling.pull(peer, ids, ids).ok
