@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -40,10 +41,10 @@ class Starting:
 
 
 @contextmanager
-def starting(home: Path, model: Path, number: int, folder: Path) -> Iterator[Starting]:
+def starting(home: Path, model: Path, number: int, folder: Path, *more: str) -> Iterator[Starting]:
     command = [sys.executable, "-P", "-m", "pdserve", "up", f"--model={model}", "--port=0", f"--service=s{number}"]
     with subprocess.Popen(
-        [*command, "--num-blocks=64", "--threads=1"],
+        [*command, "--num-blocks=64", "--threads=1", *more],
         env={**os.environ, "PDS_HOME": str(home)},
         cwd=folder,
         stdout=subprocess.PIPE,
@@ -89,17 +90,54 @@ def test_two_services_that_start_at_once_both_serve(tmp_path: Path, tiny_model_d
     assert len(set(urls)) == len(urls)
 
 
-@pytest.mark.slow
 def test_five_services_that_start_at_once_all_serve(tmp_path: Path, tiny_model_dir: Path) -> None:
     assert len(start_together(tmp_path, tiny_model_dir, 5, tmp_path)) == 5
 
 
-@pytest.mark.parametrize("names", [("http", "redis"), ("token", "json"), ("torch", "asyncio"), ("operator", "socket")])
-def test_files_in_the_current_folder_are_never_imported(
-    tmp_path: Path, tiny_model_dir: Path, names: tuple[str, ...]
-) -> None:
+@pytest.mark.skipif(os.geteuid() != 0, reason="a small disk is mounted, which needs root")
+def test_a_service_whose_disk_is_too_small_says_so_before_it_works(tmp_path: Path) -> None:
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)], check=True)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", "pdserve", "up", "--model=tiny", "--port=0"],
+            env={**os.environ, "PDS_HOME": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert done.returncode == 1
+        last = done.stderr.strip().splitlines()[-1]
+        assert re.match(
+            r"pdserve up: making tiny-\w+ needs 4.0 MiB and .* has [01]\.\d MiB free: make room there", last
+        )
+        assert not list((tmp_path / "models").glob("tiny*"))
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+NAMES = ("http", "redis", "token", "json", "torch", "asyncio", "operator", "socket", "signal", "tokenizers", "pdserve")
+
+
+def test_files_in_the_current_folder_are_never_imported(tmp_path: Path, tiny_model_dir: Path) -> None:
     folder = tmp_path / "current"
     folder.mkdir()
-    for name in names:
+    for name in NAMES:
         (folder / f"{name}.py").write_text("raise SystemExit('imported from the current folder')\n")
     start_together(tmp_path, tiny_model_dir, 1, folder)
+
+
+@pytest.mark.parametrize(
+    "host", ["::", pytest.param("0.0.0.0", marks=pytest.mark.slow), pytest.param("::1", marks=pytest.mark.slow)]
+)
+def test_workers_on_every_address_exchange_blocks_over_tcp(tmp_path: Path, tiny_model_dir: Path, host: str) -> None:
+    words = "the of and to in is you that it he was for on are as with his they be at one have this from or had by"
+    with starting(tmp_path, tiny_model_dir, 0, tmp_path, f"--host={host}", "--transport=tcp") as up:
+        up.reader.join(150)
+        assert up.is_ready, up.lines
+        service = read(tmp_path, "s0")
+        assert service is not None
+        body = {"prompt": words, "max_tokens": 5, "temperature": 0}
+        httpx.post(f"{service.url}/v1/completions", json=body, timeout=60).raise_for_status()
+        (decode,) = (process for process in service.processes if process.role == "decode")
+        assert 'pd_kv_transfers_total{backend="tcp",result="ok"} 1.0' in httpx.get(decode.metrics_url).text
