@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from pdserve.errors import InvalidRequestError
-from pdserve.gateway.text.tokenizer import ModelTokenizer, read_special_tokens
+from pdserve.gateway.text.tokenizer import ModelTokenizer
+from pdserve.gateway.text.tokenizer_files import read_special_tokens
 from pdserve.log import get_logger
 from pdserve.templating.chat_template import ChatTemplate, RefusedByTemplateError
 from pdserve.templating.traced_text import JsonObject, NullText, join, message_source, sources_of, trace

@@ -11,18 +11,17 @@ cut one becomes a single U+FFFD. It never cleans up blanks.
 from __future__ import annotations
 
 import codecs
-import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from tokenizers import Tokenizer
 
-from pdserve.errors import InvalidRequestError, ModelError
+from pdserve.errors import InvalidRequestError
 from pdserve.gateway.text.control_tokens import ControlTokens
 from pdserve.gateway.text.token_bytes import TokenBytes
+from pdserve.gateway.text.tokenizer_files import read_control_tokens, read_special_tokens, read_tokenizer
 
-_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 REPLACEMENT = "\ufffd"
 MAX_HELD_TOKENS = 8
 """A character has at most 4 bytes, so at most 4 tokens: what is still unfinished after 8 is not a character."""
@@ -31,8 +30,15 @@ MAX_HELD_TOKENS = 8
 class ModelTokenizer:
     """The tokenizer of one model folder; safe to use from several threads."""
 
-    def __init__(self, tokenizer: Tokenizer, special_tokens: dict[str, str], literals: str = "") -> None:
-        """`special_tokens`: bos_token, eos_token, …; `literals`: what the chat template writes."""
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        special_tokens: dict[str, str],
+        literals: str = "",
+        listed: frozenset[str] = frozenset(),
+    ) -> None:
+        """`special_tokens`: bos_token, eos_token, …; `literals`: what the chat template writes; `listed`: control tokens
+        that the folder names itself."""
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self.backend_tokenizer = tokenizer
@@ -47,16 +53,16 @@ class ModelTokenizer:
         # A single word or white space steers nothing: a template and a client may both write it.
         marks = {t.content for t in added if not t.content.isspace() and not t.content.isalnum()}
         written = {mark for mark in marks if mark in literals}
-        self.control_tokens = ControlTokens(tokenizer, special | written)
+        self.control_tokens = ControlTokens(tokenizer, special | written | listed)
 
     @classmethod
     def load(cls, path: Path, literals: str = "") -> ModelTokenizer:
         """Read a model folder.
 
         Raises:
-            ModelError: the folder has no readable tokenizer.json.
+            ModelError: the folder's tokenizer cannot be read.
         """
-        return cls(_read_tokenizer(path), read_special_tokens(path), literals)
+        return cls(read_tokenizer(path), read_special_tokens(path), literals, read_control_tokens(path))
 
     # --- text → ids
 
@@ -92,42 +98,6 @@ class ModelTokenizer:
         if self.token_bytes is not None:
             return self.token_bytes[token_id]
         return self.decode([token_id]).encode()
-
-
-def read_special_tokens(path: Path) -> dict[str, str]:
-    """Names of special tokens as templates use them: bos_token, eos_token, …"""
-    found: dict[str, str] = {}
-    for file in ("special_tokens_map.json", "tokenizer_config.json"):
-        content = _read_json(path / file)
-        extra = content.get("extra_special_tokens")
-        named = {name: content[name] for name in _NAMED_TOKENS if name in content}
-        for name, token in {**(extra if isinstance(extra, dict) else {}), **named}.items():
-            text = token.get("content") if isinstance(token, dict) else token
-            if isinstance(text, str):
-                found[name] = text
-            else:
-                found.pop(name, None)
-    return found
-
-
-def _read_tokenizer(path: Path) -> Tokenizer:
-    file = path / "tokenizer.json"
-    if not file.is_file():
-        raise ModelError(f"{path} has no tokenizer.json; save the model with a fast tokenizer")
-    try:
-        return Tokenizer.from_file(str(file))
-    except Exception as error:
-        raise ModelError(f"cannot read {file}: {error}") from error
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise ModelError(f"cannot read {file}: {error}") from error
-    return content if isinstance(content, dict) else {}
 
 
 def _encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:

@@ -131,8 +131,8 @@ CIRCUMSTANCES: dict[str, dict[str, Any]] = {
     "ResendTokens": {"drop": [{"message": "TokenBatch", "times": 1}]},
 }
 """What else must happen for a message to be sent at all."""
-RARE = {"Cancel", "Failed", "KvFailed"}
-"""Not sent where everything else works; see the tests below for them."""
+RARE = {"Cancel", "Failed", "KvFailed", "PromptLogprobs"}
+"""Not sent where everything else works and no prompt is scored; see the tests below and test_prompt_logprobs.py."""
 
 
 @pytest.mark.parametrize("message", [message for message in MESSAGE_TYPES if message not in RARE])

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pdserve.errors import ModelError
+from pdserve.models.fields.check import check_generation
+from pdserve.models.fields.config_fields import GENERATION
 
 T = TypeVar("T")
 
@@ -33,22 +35,15 @@ USUAL = SamplingDefaults()
 
 
 def read_sampling_defaults(folder: Path) -> SamplingDefaults:
-    """The defaults of a model folder; those of a server where the file, or a field in it, is missing.
+    """The defaults of a model folder; those of a server where it does not say.
 
     `do_sample: false` means the likeliest token, whatever the temperature; a file without it samples.
 
     Raises:
-        ModelError: the file is unreadable, or a value is out of range.
+        ModelError: the file is unreadable, a value is out of range, or a field would change answers and is not served.
     """
-    file = folder / "generation_config.json"
-    if not file.is_file():
-        return USUAL
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"cannot read {file}: {error}") from error
-    if not isinstance(content, dict):
-        raise ModelError(f"cannot read {file}: expected a JSON object")
+    file, content = _saying(folder)
+    check_generation(content, file)
     values = _Values(file, content)
     is_sampled = values.take("do_sample", True, _boolean, "true or false")
     temperature = values.take("temperature", USUAL.temperature, _number(0.0), "a number of at least 0")
@@ -62,6 +57,26 @@ def read_sampling_defaults(folder: Path) -> SamplingDefaults:
         ),
         max_tokens=values.take("max_new_tokens", USUAL.max_tokens, _integer(1), "a whole number of at least 1"),
     )
+
+
+def _saying(folder: Path) -> tuple[Path, dict[str, Any]]:
+    """The file that says how to sample, and its fields: older folders have them in config.json."""
+    file = folder / "generation_config.json"
+    if file.is_file():
+        return file, _read(file)
+    config = folder / "config.json"
+    content = _read(config) if config.is_file() else {}
+    return config, {name: value for name, value in content.items() if name in GENERATION}
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"cannot read {file}: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"cannot read {file}: expected a JSON object")
+    return content
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from pdserve.errors import ModelError
 from pdserve.models.demo import DEMO_NAME, find_demo_gguf
+from pdserve.models.fields.check import check_folder
 from pdserve.models.identity import file_fingerprint
 from pdserve.models.store import build_once
 from pdserve.models.weight_files import check_weights
@@ -47,7 +48,7 @@ def resolve_model(source: str, home: Path, progress: Callable[[str], None]) -> P
     path = Path(source).expanduser()
     if path.is_file() and path.suffix == ".gguf":
         return _from_gguf(path, models, progress)
-    return _checked_folder(path)
+    return _checked_folder(path, progress)
 
 
 def served_model_name(source: str) -> str:
@@ -60,7 +61,7 @@ def served_model_name(source: str) -> str:
     return path.stem if path.suffix == ".gguf" else path.resolve().name
 
 
-def _checked_folder(path: Path) -> Path:
+def _checked_folder(path: Path, progress: Callable[[str], None]) -> Path:
     if not path.is_dir():
         raise ModelError(
             f"there is no model {str(path)!r}: give demo, tiny, a Hugging Face folder, a .gguf file or hf://owner/name"
@@ -68,6 +69,8 @@ def _checked_folder(path: Path) -> Path:
     if not (path / "config.json").is_file():
         raise ModelError(f"{path} has no config.json: expected a Hugging Face model folder")
     check_weights(path)
+    for line in check_folder(path):
+        progress(line)
     return path
 
 
@@ -108,4 +111,4 @@ def _from_hub(name: str, progress: Callable[[str], None]) -> Path:
             f"cannot get {repository} from the Hugging Face hub: {reason.rstrip('.')}."
             " Without a network, copy the model's folder here and give its path with --model."
         ) from error
-    return _checked_folder(Path(folder))
+    return _checked_folder(Path(folder), progress)

@@ -8,6 +8,7 @@ checkpoint when its dtype allows: only rows that occur are read.
 from __future__ import annotations
 
 import mmap
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ from pdserve.kernels.cpu import ops as cpu_ops
 from pdserve.models.weight_files import find_weights
 
 _SOURCE_TYPES = {torch.float32: cpu_ops.F32, torch.bfloat16: cpu_ops.BF16, torch.float16: cpu_ops.F16}
+_OF_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _Place = tuple[str, int, int, int, int]
 """Tensor name, rows, group, stride, offset: where a matrix goes among packed columns, as in `cpu_ops.pack`."""
 
@@ -58,6 +60,16 @@ class Checkpoint:
 
     def __contains__(self, name: str) -> bool:
         return name in self._files
+
+    @property
+    def path(self) -> Path:
+        """The folder."""
+        return self._path
+
+    @property
+    def names(self) -> frozenset[str]:
+        """All tensors."""
+        return frozenset(self._files)
 
     def get(self, name: str) -> Tensor:
         """Read one tensor by name, contiguous.
@@ -114,6 +126,7 @@ def pack_model(
     head = packer.matrix([head_name], [shape.vocab_size], shape.hidden_size)
     embed = embed.float() if embed.dtype == torch.float16 else embed
     final_norm = packer.vector("model.norm.weight", shape.hidden_size)
+    packer.refuse_unread()
     model = cpu_ops.Model(
         num_layers=shape.num_layers,
         hidden=shape.hidden_size,
@@ -145,6 +158,7 @@ class _Packer:
         self._layout = layout
         self._num_threads = num_threads
         self._memory = memory
+        self._places: set[str] = set()
         self.num_bytes = 0
         self.owners: list[object] = [memory.owner]
 
@@ -214,12 +228,8 @@ class _Packer:
     def _bias(self, places: list[_Place], n: int) -> int | None:
         named = [(place[0].replace(".weight", ".bias"), place) for place in places]
         expected = [name for name, _ in named if name.split(".")[-2] in self._shape.biased_projections]
-        for name, _ in named:
-            if name in self._checkpoint and name not in expected:
-                raise ModelError(
-                    f"the checkpoint has the tensor {name}, for which its config.json leaves no room: "
-                    "correct the configuration (for example attention_bias or mlp_bias)"
-                )
+        self._places.update(name for name, *_ in places)
+        self._places.update(expected)
         if not expected:
             return None
         bias = torch.zeros(n)
@@ -231,12 +241,24 @@ class _Packer:
 
     def vector(self, name: str, size: int) -> int:
         """An fp32 copy of a norm's weight."""
+        self._places.add(name)
         source = self._checkpoint.get(name)
         if source.numel() != size:
             raise ModelError(f"tensor {name} has {source.numel()} values, config.json says {size}")
         copy = source.to(torch.float32, copy=True)
         self.owners.append(copy)
         return copy.data_ptr()
+
+    def refuse_unread(self) -> None:
+        """Refuse a checkpoint with weights in a layer, or at the head, that had no place."""
+        for name in sorted(self._checkpoint.names - self._places):
+            layer = _OF_LAYER.match(name)
+            is_ours = name.startswith("lm_head.") or (layer and int(layer[1]) < self._shape.num_layers)
+            if is_ours and name.endswith((".weight", ".bias")):
+                raise ModelError(
+                    f"{self._checkpoint.path} has the tensor {name}, for which its config.json leaves no room: "
+                    "correct the configuration (for example model_type, attention_bias or mlp_bias)"
+                )
 
     def _take(self, num_bytes: int) -> int:
         address = self._memory.address + self.num_bytes

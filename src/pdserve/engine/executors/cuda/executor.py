@@ -32,7 +32,7 @@ from pdserve.engine.executors.cuda.memory import ModelSize, reserved_bytes
 from pdserve.engine.executors.cuda.model import FusedDecoder, OptionsProbe, StockDecoder, why_not_fused
 from pdserve.engine.executors.model_support import check_supported, longest_context
 from pdserve.engine.executors.stock.attention_route import connect
-from pdserve.engine.executors.stock.checkpoint import load_model
+from pdserve.engine.executors.stock.checkpoint import first_line, load_model
 from pdserve.errors import ModelError
 from pdserve.kernels.splits import workspace_bytes
 from pdserve.log import get_logger
@@ -113,8 +113,8 @@ class CudaExecutor:
         """
         try:
             config = AutoConfig.from_pretrained(model_path, local_files_only=True)
-        except (OSError, ValueError) as error:
-            raise ModelError(f"{model_path} is not a readable model folder: {error}") from error
+        except Exception as error:  # whatever a configuration makes of transformers' own code
+            raise ModelError(f"{model_path} is not a readable model folder: {first_line(error)}") from error
         check_supported(config)
         length = longest_context(config, max_model_len)
         model = load_model(model_path, dtype).to(device.device)

@@ -17,7 +17,7 @@ from transformers import AutoConfig
 from pdserve.engine.executors.base import KvCacheSpec, SequenceSlice
 from pdserve.engine.executors.model_support import check_supported, longest_context
 from pdserve.engine.executors.stock.attention_route import KvContext, ProbeContext, connect
-from pdserve.engine.executors.stock.checkpoint import load_model
+from pdserve.engine.executors.stock.checkpoint import first_line, load_model
 from pdserve.errors import ModelError
 from pdserve.kernels.reference.packed_attention import PackedBatch, pack
 
@@ -66,8 +66,8 @@ class TransformersExecutor:
         """
         try:
             config = AutoConfig.from_pretrained(model_path, local_files_only=True)
-        except (OSError, ValueError) as error:
-            raise ModelError(f"{model_path} is not a readable model folder: {error}") from error
+        except Exception as error:  # whatever a configuration makes of transformers' own code
+            raise ModelError(f"{model_path} is not a readable model folder: {first_line(error)}") from error
         check_supported(config)
         length = longest_context(config, max_model_len)
         # The folder is read again, rather than `config` passed on: loading writes into the configuration it is given.

@@ -1,0 +1,1 @@
+"""What every field of a model folder is to pdserve: used, refused, or harmless. Tables, and the checks that read them."""
