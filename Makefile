@@ -32,7 +32,7 @@ help:
 	@echo "make kube-binaries builds that control plane from Debian packages (minutes, once)"
 	@echo "make lint      ruff and mypy"
 	@echo "make bench     load test of a running service (ARGS='--url http://127.0.0.1:8000')"
-	@echo "make docs      rewrite what docs/ has from the code: modules, settings, metrics, request fields"
+	@echo "make docs      rewrite what docs/ has from the code: modules, settings, metrics, request fields, model folders"
 	@echo "make modules   only docs/modules.md"
 	@echo "make setup     only the virtual environment in $(VENV), and packages that tests compare with"
 	@echo "make clean     remove caches and build products ($(VENV) stays)"
@@ -95,6 +95,7 @@ docs: modules
 	@$(VENV)/bin/python docs/list_settings.py
 	@$(VENV)/bin/python docs/list_metrics.py
 	@$(VENV)/bin/python docs/list_request_fields.py
+	@$(VENV)/bin/python docs/list_model_folders.py
 
 modules: setup
 	@$(VENV)/bin/python docs/list_modules.py

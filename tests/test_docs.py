@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 
 
 PAGES = ["README.md", *(f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md")))]
-SCRIPTS = ("list_modules", "list_settings", "list_metrics", "list_request_fields")
+SCRIPTS = ("list_modules", "list_settings", "list_metrics", "list_request_fields", "list_model_folders")
 
 
 @pytest.fixture

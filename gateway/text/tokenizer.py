@@ -37,8 +37,14 @@ class ModelTokenizer:
         literals: str = "",
         listed: frozenset[str] = frozenset(),
     ) -> None:
-        """`special_tokens`: bos_token, eos_token, …; `literals`: what the chat template writes; `listed`: control tokens
-        that the folder names itself."""
+        """Wrap a tokenizer with what else its folder says.
+
+        Args:
+            tokenizer: of the `tokenizers` library.
+            special_tokens: bos_token, eos_token, …, by name.
+            literals: what the chat template writes.
+            listed: control tokens that the folder names itself.
+        """
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self.backend_tokenizer = tokenizer

@@ -12,7 +12,7 @@ from pdserve.models.identity import file_fingerprint
 from pdserve.models.store import build_once
 from pdserve.models.weight_files import check_weights
 
-_RECIPE = "r3"
+_RECIPE = "r4"
 """Part of the names of folders made here: raised when what is made changes, so that no old one is served."""
 _TINY_BYTES = 4 << 20
 _TOKENIZER_BYTES = 64 << 20

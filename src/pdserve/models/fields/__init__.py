@@ -1,1 +1,1 @@
-"""What every field of a model folder is to pdserve: used, refused, or harmless. Tables, and the checks that read them."""
+"""What every field of a model folder is to pdserve: used, refused or harmless. Tables, and what reads them."""

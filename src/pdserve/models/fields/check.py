@@ -1,4 +1,4 @@
-"""Reads a folder's files against the tables: refuses what would change answers unread, and names what nobody knows."""
+"""Reads a folder's files against the tables: refuses what would change answers unread, and names unknown fields."""
 
 from __future__ import annotations
 
@@ -8,15 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from pdserve.errors import ModelError
-from pdserve.models.fields.config_fields import (
-    ALWAYS_WINDOWED,
-    COMMON,
-    FAMILIES,
-    GENERATION,
-    NORMS_QUERIES,
-    field_of,
-)
+from pdserve.models.fields.config_fields import COMMON, FAMILIES, GENERATION, field_of
 from pdserve.models.fields.generation_fields import GENERATION_CONFIG
+from pdserve.models.fields.neighbours import Neighbours, asks_nothing
 from pdserve.models.fields.rope_fields import REQUIRED, ROPE
 from pdserve.models.fields.tokenizer_fields import TOKENIZER_CONFIG
 from pdserve.models.fields.treatment import Fields, FolderField, Treatment
@@ -30,7 +24,7 @@ _NUM_NAMED = 8
 
 
 def check_folder(path: Path) -> list[str]:
-    """Check config.json and tokenizer_config.json; a line for each file with fields that nobody knows.
+    """Check config.json and tokenizer_config.json; a line for each file with unknown fields.
 
     generation_config.json is checked by those who sample by it, see `check_generation`.
 
@@ -47,7 +41,7 @@ def check_folder(path: Path) -> list[str]:
 
 
 def check_config(config: Config, file: Path) -> list[str]:
-    """Names of fields that nothing reads and nobody here knows.
+    """Names of unknown fields, which nothing reads.
 
     Families beside the ten of the table are only looked at for quantization and rotary positions: transformers knows
     their fields.
@@ -73,8 +67,8 @@ def check_config(config: Config, file: Path) -> list[str]:
         if field is None:
             unknown.append(name)
         elif value is not None and field.treatment is Treatment.REFUSED:
-            asks_nothing = _by_neighbours(name, value, family, text)
-            if not (field.asks_nothing(value) if asks_nothing is None else asks_nothing):
+            told = asks_nothing(name, value, Neighbours(family, text))
+            if not (field.asks_nothing(value) if told is None else told):
                 raise _refusal(field, name, value, file, f"models of type {family!r}")
     return unknown
 
@@ -127,50 +121,6 @@ def _refuse_unless_neutral(field: FolderField, name: str, value: object, file: P
 def _refusal(field: FolderField, name: str, value: object, file: Path, of: str, remedy: str = "") -> ModelError:
     shown = repr(value)[:60]
     return ModelError(f"{file}: {name} is {shown}, which {of} cannot have: {field.about}; correct the file{remedy}")
-
-
-def _by_neighbours(name: str, value: object, family: str, config: Config) -> bool | None:
-    """Whether a field that this family does not read says what it does anyway; None: its value alone tells."""
-    window = config.get("sliding_window")
-    is_windowed = bool(window) and (family in ALWAYS_WINDOWED or bool(config.get("use_sliding_window")))
-    match name:
-        case "sliding_window":
-            length = config.get("max_position_embeddings")
-            return (
-                not value
-                or config.get("use_sliding_window") is False
-                or (isinstance(value, int) and isinstance(length, int) and value >= length)
-            )
-        case "use_sliding_window":
-            return not window or bool(value) == is_windowed
-        case "max_window_layers":
-            return not is_windowed
-        case "layer_types" if isinstance(value, list):
-            return set(value) <= {"sliding_attention" if is_windowed else "full_attention"}
-        case "sliding_window_pattern" | "_sliding_window_pattern":
-            return not window or value == 1
-        case "no_rope_layers" if isinstance(value, list):
-            return all(value)
-        case "query_pre_attn_scalar" | "rotary_dim":
-            return value == _head_dim(config)
-        case "attention_multiplier":
-            dim = _head_dim(config)
-            return isinstance(value, float) and dim is not None and abs(value - dim**-0.5) < 1e-6
-        case "rotary_emb_base":
-            return value == config.get("rope_theta")
-        case "layer_norm_eps" | "layer_norm_epsilon" | "norm_eps" | "norm_epsilon":
-            return value == config.get("rms_norm_eps")
-        case "use_qk_norm" | "qk_norm" | "qk_layernorm" | "use_qk_layernorm" | "query_key_norm":
-            return bool(value) == (family in NORMS_QUERIES)
-        case _:
-            return None
-
-
-def _head_dim(config: Config) -> int | None:
-    size, heads = config.get("hidden_size"), config.get("num_attention_heads")
-    derived = size // heads if isinstance(size, int) and isinstance(heads, int) and heads else None
-    given = config.get("head_dim")
-    return given if isinstance(given, int) else derived
 
 
 # --- rotary positions

@@ -69,7 +69,8 @@ COMMON: Fields = {
     "tie_encoder_decoder": harmless("there is no encoder"),
     "quantization_version": harmless(_NAMES),
     **each(
-        "image_token_id image_token_index boi_token_index eoi_token_index mm_tokens_per_image vision_config audio_config"
+        "image_token_id image_token_index boi_token_index eoi_token_index mm_tokens_per_image vision_config"
+        " audio_config"
         " video_token_id vision_start_token_id vision_end_token_id vision_token_id",
         harmless("concerns other media than text, which requests cannot send"),
     ),
@@ -177,18 +178,19 @@ FOREIGN: Fields = {
     **each("use_bidirectional_attention", refused("a decoder that sees what follows cannot be served", False)),
     "is_causal": refused("a decoder that sees what follows cannot be served", True),
     **each(
-        "attn_logit_softcapping attn_logits_soft_cap attn_logits_soft_cap",
+        "attn_logit_softcapping attn_logits_soft_cap",
         refused("attention scores of this family have no limit", 0, 0.0),
     ),
     **each("final_logit_softcapping logits_soft_cap", refused("logits of this family have no limit", 0, 0.0)),
     "query_pre_attn_scalar": refused("the scale of this family's attention is its head_dim's"),
     **each(
-        "embedding_multiplier residual_multiplier attention_multiplier logits_scaling logit_scale logits_scale"
+        "embedding_multiplier residual_multiplier logits_scaling logit_scale logits_scale"
         " output_multiplier lm_head_multiplier key_multiplier ssm_multipliers mlp_multipliers width_multiplier"
         " scale_emb scale_depth embedding_scale residual_scale attention_scale",
         _SCALES,
     ),
-    "dim_model_base": refused("a factor that this family does not apply"),
+    **each("attention_multiplier dim_model_base", refused("a factor that this family does not apply")),
+    "rope_local_base_freq": refused("rotary positions that this family does not have"),
     **each(
         "scale_embedding normalize_embedding scale_embeddings normalize_embeddings",
         refused("a factor that this family does not apply", False),
@@ -197,7 +199,7 @@ FOREIGN: Fields = {
     **each("no_rope_layer_interval nope_layer_interval", refused("every layer of this family has positions", 0)),
     **each(
         "partial_rotary_factor rotary_pct rotary_percent rope_ratio rope_interleave rope_interleaved use_mrope"
-        " rope_local_base_freq mrope_section alibi use_alibi rope_alpha rotary_ndims",
+        " mrope_section alibi use_alibi rope_alpha rotary_ndims",
         _ROTATION,
     ),
     "rotary_dim": refused("rotary positions that this family does not have"),
@@ -212,7 +214,8 @@ FOREIGN: Fields = {
     ),
     **each("clip_qkv clamp_kqv qkv_clip", refused("queries and keys of this family have no limit", 0)),
     **each(
-        "parallel_residual use_parallel_residual parallel_attn post_norm use_post_norm sandwich_norm use_attention_sinks"
+        "parallel_residual use_parallel_residual parallel_attn post_norm use_post_norm sandwich_norm"
+        " use_attention_sinks"
         " attention_sinks add_attention_sink attn_output_gate use_gated_attention use_value_residual swiglu_limit",
         _STRUCTURE,
     ),
@@ -243,5 +246,5 @@ GENERATION: Fields = each(
 
 
 def field_of(family: str, name: str) -> FolderField | None:
-    """What a field of config.json is to a family of `FAMILIES`; None: nobody here knows it."""
+    """What a field of config.json is to a family of `FAMILIES`; None: it is unknown."""
     return FAMILY[family].get(name) or COMMON.get(name) or FOREIGN.get(name)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pdserve.models.fields.treatment import Fields, FolderField, each, harmless, refused, used
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3")
-"""Of the ten families those that transformers reads from GGUF files; mistral is a llama with that in its name."""
+"""Those of the ten families that transformers reads from GGUF files; mistral is a llama with that in its name."""
 
 _NO_SUCH = "this architecture has no such thing"
 _STATE = refused("layers with a state are not served", 0)
@@ -53,21 +53,25 @@ OF_ARCHITECTURE: Fields = {
     "pooling_type": refused("embeddings are not served", 0),
     "tensor_data_layout": harmless("how the file was written"),
     **each(
-        "expert* leading_dense_block_count interleave_moe_layer_step moe_every_n_layers moe_latent_size experts_per_group"
+        "expert* leading_dense_block_count interleave_moe_layer_step moe_every_n_layers moe_latent_size"
+        " experts_per_group"
         " router_logit_softcapping",
         refused("this architecture has no experts", 0),
     ),
     "nextn_predict_layers": refused("layers that predict further tokens are not served", 0),
     **each(
-        "ssm.* wkv.* kda.* shortconv.* time_mix_extra_dim time_decay_extra_dim token_shift_count rescale_every_n_layers",
+        "ssm.* wkv.* kda.* shortconv.* time_mix_extra_dim time_decay_extra_dim token_shift_count"
+        " rescale_every_n_layers",
         _STATE,
     ),
     **each(
-        "posnet.* convnext.* classifier.* altup.* attention.indexer.* embedding_length_per_layer_input embedding_length_out"
+        "posnet.* convnext.* classifier.* altup.* attention.indexer.* embedding_length_per_layer_input"
+        " embedding_length_out"
         " features_length decoder_start_token_id decoder_block_count full_attention_interval n_deepstack_layers"
         " swiglu_clamp_exp swiglu_clamp_shexp dense_* {dense}_feat_in {dense}_feat_out rope.dimension_sections"
         " rope.dimension_count_swa attention.group_norm_groups attention.q_lora_rank attention.kv_lora_rank"
-        " attention.decay_lora_rank attention.iclr_lora_rank attention.value_residual_mix_lora_rank attention.gate_lora_rank"
+        " attention.decay_lora_rank attention.iclr_lora_rank attention.value_residual_mix_lora_rank"
+        " attention.gate_lora_rank"
         " attention.relative_buckets_count attention.temperature_length attention.temperature_scale"
         " attention.key_length_mla attention.value_length_mla attention.key_length_swa attention.value_length_swa"
         " attention.shared_kv_layers",
@@ -97,13 +101,15 @@ GENERAL: Fields = {
     **each("split.count", refused("the parts of a file must be merged first", 0, 1)),
     "split.tensors.count": harmless("the number of tensors"),
     **each(
-        "tokenizer.ggml.model tokenizer.ggml.tokens tokenizer.ggml.token_type tokenizer.ggml.scores tokenizer.ggml.merges",
+        "tokenizer.ggml.model tokenizer.ggml.tokens tokenizer.ggml.token_type tokenizer.ggml.scores"
+        " tokenizer.ggml.merges",
         used("the vocabulary"),
     ),
-    "tokenizer.ggml.pre": used("how texts are cut; a kind that nobody here knows is named"),
+    "tokenizer.ggml.pre": used("how texts are cut; an unknown kind is named"),
     "tokenizer.ggml.precompiled_charsmap": used("how texts are normalised"),
     **each(
-        "tokenizer.ggml.bos_token_id tokenizer.ggml.eos_token_id tokenizer.ggml.eot_token_id tokenizer.ggml.eom_token_id"
+        "tokenizer.ggml.bos_token_id tokenizer.ggml.eos_token_id tokenizer.ggml.eot_token_id"
+        " tokenizer.ggml.eom_token_id"
         " tokenizer.ggml.unknown_token_id tokenizer.ggml.padding_token_id",
         used("control tokens"),
     ),
@@ -116,13 +122,14 @@ GENERAL: Fields = {
     **each(
         "tokenizer.ggml.seperator_token_id tokenizer.ggml.mask_token_id tokenizer.ggml.cls_token_id"
         " tokenizer.ggml.fim_* tokenizer.ggml.prefix_token_id tokenizer.ggml.suffix_token_id"
-        " tokenizer.ggml.middle_token_id tokenizer.ggml.token_type_count tokenizer.huggingface.json tokenizer.rwkv.world",
+        " tokenizer.ggml.middle_token_id tokenizer.ggml.token_type_count tokenizer.huggingface.json"
+        " tokenizer.rwkv.world",
         harmless("tokens that chats and completions do not use"),
     ),
     **each("adapter.* clip.* diffusion.* xielu.*", refused("only language models are served")),
     "GGUF.*": harmless("the file's own header"),
 }
-"""All other keys."""
+"""Keys that are the same for every architecture."""
 
 
 def gguf_field(fields: Fields, key: str) -> FolderField | None:

@@ -1,4 +1,4 @@
-"""Every field of the rotary positions of a config.json (`rope_scaling`, `rope_parameters`), and what each type needs."""
+"""Every field of the rotary positions of a config.json (`rope_scaling`, `rope_parameters`); what each type needs."""
 
 from __future__ import annotations
 

@@ -63,12 +63,12 @@ class Checkpoint:
 
     @property
     def path(self) -> Path:
-        """The folder."""
+        """The model folder that it was read from."""
         return self._path
 
     @property
     def names(self) -> frozenset[str]:
-        """All tensors."""
+        """Names of all its tensors."""
         return frozenset(self._files)
 
     def get(self, name: str) -> Tensor:
