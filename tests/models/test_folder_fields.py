@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.models.family_models import SHAPE, build, changed, served, truth
+from family_models import SHAPE, build, changed, served, truth
 from transformers import AutoConfig, GenerationConfig
 
 from pdserve.errors import ModelError

@@ -11,7 +11,7 @@ from typing import Any
 import gguf
 import pytest
 import torch
-from tests.models.gguf_files import ARCHITECTURES, make_model, write_gguf
+from gguf_files import ARCHITECTURES, make_model, write_gguf
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from family_models import build, changed, served, truth
 from safetensors.torch import load_file, save_file
-from tests.models.family_models import build, changed, served, truth
 
 from pdserve.engine.loader import load_executor
 from pdserve.errors import ModelError, SettingError
