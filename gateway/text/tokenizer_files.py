@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
-from tokenizers.processors import TemplateProcessing
 
 from pdserve.errors import ModelError
 
@@ -20,8 +19,8 @@ _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 def read_tokenizer(path: Path) -> Tokenizer:
     """The tokenizer of a model folder.
 
-    Tokens that tokenizer_config.json lists and tokenizer.json lacks, or has with other flags, are added; where it says
-    what a text begins and ends with, that holds.
+    Tokens that tokenizer_config.json lists and tokenizer.json lacks, or has with other flags, are added. What a text
+    begins and ends with is tokenizer.json's.
 
     Raises:
         ModelError: the folder has no readable tokenizer.json.
@@ -36,9 +35,8 @@ def read_tokenizer(path: Path) -> Tokenizer:
     config = _read_json(path / "tokenizer_config.json")
     try:
         _add_tokens(tokenizer, config, read_special_tokens(path))
-    except (TypeError, ValueError, AttributeError) as error:
+    except (TypeError, ValueError, AttributeError, KeyError) as error:
         raise ModelError(f"{path / 'tokenizer_config.json'} has tokens that cannot be read: {error}") from error
-    _set_ends(tokenizer, config, read_special_tokens(path))
     return tokenizer
 
 
@@ -74,17 +72,6 @@ def _add_tokens(tokenizer: Tokenizer, config: dict[str, Any], named: dict[str, s
     known = present | {token.content: token for token in listed}
     wanted = [token for token in listed if _flags(present.get(token.content)) != _flags(token)]
     tokenizer.add_tokens(wanted + [token for token in specials if token.content not in known])
-
-
-def _set_ends(tokenizer: Tokenizer, config: dict[str, Any], named: dict[str, str]) -> None:
-    """Where the folder says whether a text begins with BOS or ends with EOS, in place of what tokenizer.json does."""
-    if "add_bos_token" not in config and "add_eos_token" not in config:
-        return
-    bos = named.get("bos_token") if config.get("add_bos_token") else None
-    eos = named.get("eos_token") if config.get("add_eos_token") else None
-    ids = {text: tokenizer.token_to_id(text) for text in (bos, eos) if text is not None}
-    single = [*([f"{bos}:0"] if bos else []), "$A:0", *([f"{eos}:0"] if eos else [])]
-    tokenizer.post_processor = TemplateProcessing(single=single, special_tokens=list(ids.items()))
 
 
 def _by_id(item: tuple[str, Any]) -> int:

@@ -17,7 +17,7 @@ TOKENIZER_CONFIG: Fields = {
         used("further control tokens, and their names in chat templates"),
     ),
     "added_tokens_decoder": used("tokens beside the vocabulary's, and how they are found in texts"),
-    **each("add_bos_token add_eos_token", used("what a text begins and ends with, where it is no chat")),
+    **each("add_bos_token add_eos_token", harmless("what a text begins and ends with is tokenizer.json's")),
     "chat_template": used("the chat template, where the folder has no chat_template.jinja"),
     "split_special_tokens": refused("control tokens in prompts are tokens", False),
     **each("add_prefix_space add_dummy_prefix_space legacy trim_offsets errors do_lower_case strip_accents", _FILE),
